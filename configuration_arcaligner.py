@@ -1,6 +1,7 @@
 """Configuration of ArcAligner: its fields, and validation of the gates' settings."""
 
 import math
+import warnings
 from numbers import Integral, Real
 from types import UnionType
 from typing import Any, Literal, NamedTuple
@@ -96,6 +97,13 @@ def check_answerability_layers(layers: list[int] | None, num_layers: int) -> Non
 ROTATED_BACKBONES = ("llama", "mistral", "qwen2", "qwen3")
 # Scalings of RoPE with which the keys of a prompt depend on its length.
 LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
+
+
+def warn_of_rename(old: str, new: str) -> None:
+    """Warn the caller of a deprecated name."""
+    warnings.warn(
+        f"`{old}` is now called `{new}`; the old name will be removed in the next release.", FutureWarning, stacklevel=3
+    )
 
 
 def check_alignment(passage_alignment: str, text_config: PreTrainedConfig) -> None:
@@ -399,8 +407,8 @@ def longest_prompt(config: PreTrainedConfig) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
-def check_length(length: int, what: str, config: PreTrainedConfig, position_ids=None) -> None:
-    """Raise `ValueError` if `what`, such as "The prompt", needs more positions than the backbone supports. It needs
+def check_length(length: int, subject: str, config: PreTrainedConfig, position_ids=None) -> None:
+    """Raise `ValueError` if `subject`, such as "The prompt", needs more positions than the backbone supports. It needs
     `length` positions, or fewer if passages share positions: then the largest of `position_ids`, plus one."""
     longest = longest_prompt(config)
     # Independent passages share positions, so a prompt may have more tokens than the backbone has positions.
@@ -408,7 +416,7 @@ def check_length(length: int, what: str, config: PreTrainedConfig, position_ids=
         length = int(position_ids.max()) + 1
     if longest is not None and length > longest:
         raise ValueError(
-            f"{what} has {length} positions but the backbone {config.model_type} supports at most {longest}. Pass "
+            f"{subject} has {length} positions but the backbone {config.model_type} supports at most {longest}. Pass "
             "fewer or shorter passages, put more text into a slot (`tokens_per_slot`), or shorten the question."
         )
 

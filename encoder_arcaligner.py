@@ -27,7 +27,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging
 
-from .configuration_arcaligner import longest_prompt
+from .configuration_arcaligner import longest_prompt, warn_of_rename
 from .loading_arcaligner import ENCODER_FILES, find_model, read_tensors
 from .segmentation_arcaligner import (
     EMPTY_SEGMENT,
@@ -35,13 +35,13 @@ from .segmentation_arcaligner import (
     Segment,
     SegmentTokens,
     check_slot_settings,
-    fitting_pieces,
-    in_given_text,
-    run_ends,
+    fitting_spans,
+    in_original_text,
     segment_documents,
+    span_ends,
     tokenize_segments,
 )
-from .tokenization_arcaligner import given_text, text_of
+from .tokenization_arcaligner import original_text, text_of
 
 logger = logging.get_logger(__name__)
 
@@ -58,7 +58,7 @@ DTYPES = ("float32", "bfloat16", "auto")
 ENCODER_FOLDER = "encoder"
 
 
-def _read_tokenizer(name_or_path: str):
+def _load_tokenizer(name_or_path: str):
     """The tokenizer of an encoder, as sentence-transformers sets it up, without the weights.
 
     Raises:
@@ -75,9 +75,9 @@ def _read_tokenizer(name_or_path: str):
     if settings.get("max_seq_length") is not None:
         options.setdefault("model_max_length", settings["max_seq_length"])
     tokenizer = AutoTokenizer.from_pretrained(name_or_path, **options)
-    most = longest_prompt(AutoConfig.from_pretrained(name_or_path))
-    if "model_max_length" not in options and most not in (None, -1):
-        tokenizer.model_max_length = min(tokenizer.model_max_length, most)
+    max_length = longest_prompt(AutoConfig.from_pretrained(name_or_path))
+    if "model_max_length" not in options and max_length not in (None, -1):
+        tokenizer.model_max_length = min(tokenizer.model_max_length, max_length)
     return tokenizer
 
 
@@ -176,7 +176,7 @@ class SentenceEncoder:
         with LOADING:
             if self._tokenizer is None and self._model is None:
                 with contextlib.suppress(OSError, ValueError):
-                    self._tokenizer = _read_tokenizer(str(self._find()))
+                    self._tokenizer = _load_tokenizer(str(self._find()))
             if self._tokenizer is None:
                 self._tokenizer = copy.deepcopy(self.model.tokenizer)
             return self._tokenizer
@@ -234,7 +234,7 @@ class SentenceEncoder:
         """Write the encoder's LoRA as PEFT does. It is added to the base encoder when it is loaded."""
         save_encoder_lora(self.model, self.name_or_path, folder)
 
-    def num_reads(self, text: str) -> int:
+    def num_parts(self, text: str) -> int:
         """Roughly how many parts `text` must be cut into so that the encoder encodes all of it; 1 if it fits."""
         limit = self.tokenizer.model_max_length
         if limit is None or 2 * len(text) < limit:
@@ -245,14 +245,14 @@ class SentenceEncoder:
             return max(2, len(text) // longest)
         return -(-len(self.tokenizer(text, truncation=False, verbose=False)["input_ids"]) // limit)
 
-    def pieces(self, text: str) -> list[str]:
+    def split(self, text: str) -> list[str]:
         """Parts of `text` that fit into the encoder; one if `text` does."""
-        return [text[start:end] for start, end in fitting_pieces(text, 0, len(text), self.num_reads)]
+        return [text[start:end] for start, end in fitting_spans(text, 0, len(text), self.num_parts)]
 
     @torch.no_grad()
     def encode(self, texts: Sequence[str]) -> torch.Tensor:
         """Normalized embeddings (len(texts), encoder_hidden_size), float32 on the CPU, without a gradient."""
-        return self.encode_runs(texts, (), None).cpu() if len(texts) else torch.empty(0, device="cpu")
+        return self.encode_spans(texts, (), None).cpu() if len(texts) else torch.empty(0, device="cpu")
 
     @property
     def text_tokenizer(self) -> "EncoderTokenizer":
@@ -262,7 +262,7 @@ class SentenceEncoder:
         sizes = (CPU_TOKENS, CPU_PADDING) if model.device.type == "cpu" else (DEVICE_TOKENS, None)
         return EncoderTokenizer(model.tokenizer, prompt, model.max_seq_length, *sizes)
 
-    def encode_runs(
+    def encode_spans(
         self, texts: Sequence[str], starts: Sequence[int], ends: Sequence[Sequence[int]] | None
     ) -> torch.Tensor:
         """Late chunking: each text is encoded once, and its token states are averaged over spans of characters.
@@ -279,18 +279,25 @@ class SentenceEncoder:
         """
         return self.encode_inputs(self.text_tokenizer(texts, starts, ends))
 
+    def encode_runs(
+        self, texts: Sequence[str], starts: Sequence[int], ends: Sequence[Sequence[int]] | None
+    ) -> torch.Tensor:
+        """The name of `encode_spans` in version 0.2."""
+        warn_of_rename("encode_runs", "encode_spans")
+        return self.encode_spans(texts, starts, ends)
+
     def encode_inputs(self, inputs: "EncoderInputs") -> torch.Tensor:
-        """As `encode_runs`, from tokenized texts: (num_slots, encoder_hidden_size), without waiting for the device. A
+        """As `encode_spans`, from tokenized texts: (num_slots, encoder_hidden_size), without waiting for the device. A
         slot without text is 0."""
         model, sums = self.model, None
         inputs = inputs.to(model.device)
-        num_texts, longest, num_reads = zip(*inputs.batches, strict=True)
+        num_texts, longest, num_states = zip(*inputs.batches, strict=True)
         num_tokens = [texts * tokens for texts, tokens in zip(num_texts, longest, strict=True)]
         batches = zip(
             inputs.input_ids.split(num_tokens),
             inputs.lengths.split(num_texts),
-            inputs.tokens.split(num_reads),
-            inputs.slots.split(num_reads),
+            inputs.tokens.split(num_states),
+            inputs.slots.split(num_states),
             strict=True,
         )
         for ids, lengths, tokens, slots in batches:
@@ -314,14 +321,14 @@ class SentenceEncoder:
         if not texts:
             return []
         tokenizer = self.text_tokenizer
-        ids, lengths, offsets = tokenizer.read(texts)
+        ids, lengths, offsets = tokenizer.tokenize(texts)
         # Without those of the encoder's prompt. Each token is a slot by itself.
         tokens = ((offsets[:, 1] > offsets[:, 0]) & (offsets[:, 0] >= 0)).nonzero()[0]
         states = self.encode_inputs(tokenizer.batched(ids, lengths, tokens, np.arange(len(tokens)), len(tokens)))
         counts = np.bincount(np.repeat(np.arange(len(texts)), lengths)[tokens], minlength=len(texts))  # (num_texts,)
-        places = np.split(offsets[tokens], counts.cumsum()[:-1])
+        spans_of_texts = np.split(offsets[tokens], counts.cumsum()[:-1])
         states = states.half().cpu().split(counts.tolist())
-        words = [[text[start:end] for start, end in spans] for text, spans in zip(texts, places, strict=True)]
+        words = [[text[start:end] for start, end in spans] for text, spans in zip(texts, spans_of_texts, strict=True)]
         return list(zip(words, states, strict=True))
 
 
@@ -333,9 +340,9 @@ class EncoderInputs:
     Args:
         input_ids (`torch.LongTensor` of shape `(num_tokens,)`): Batches (texts, longest), one after the other.
         lengths (`torch.LongTensor` of shape `(num_texts,)`): The number of tokens of each text, padding not counted.
-        tokens (`torch.LongTensor` of shape `(num_reads,)`): Places in their batch of the tokens, or whole texts, that
+        tokens (`torch.LongTensor` of shape `(num_states,)`): Places in their batch of the tokens, or whole texts, that
             are averaged, batch after batch.
-        slots (`torch.LongTensor` of shape `(num_reads,)`): For each of `tokens` the slot that it is averaged into.
+        slots (`torch.LongTensor` of shape `(num_states,)`): For each of `tokens` the slot that it is averaged into.
         batches (`tuple`): For each batch the number of texts, the tokens of the longest one and the number of `tokens`.
         num_slots (`int`): The number of slots.
         of_tokens (`bool`): Whether `tokens` are tokens; else they are texts, which pass all modules of the encoder.
@@ -361,9 +368,9 @@ class EncoderInputs:
         """Copy to pinned memory; data loaders call this."""
         return self._with_tensors(torch.Tensor.pin_memory)
 
-    def placed(self, places: torch.LongTensor, num_slots: int) -> "EncoderInputs":
+    def placed(self, indices: torch.LongTensor, num_slots: int) -> "EncoderInputs":
         """Put each slot at one of `num_slots` places; the other places are padding."""
-        return replace(self, slots=places[self.slots], num_slots=num_slots)
+        return replace(self, slots=indices[self.slots], num_slots=num_slots)
 
 
 @dataclass(frozen=True)
@@ -387,15 +394,15 @@ class EncoderTokenizer:
     def __call__(
         self, texts: Sequence[str], starts: Sequence[int], ends: Sequence[Sequence[int]] | None
     ) -> EncoderInputs:
-        """Inputs for a slot for each span, or for each text; see `SentenceEncoder.encode_runs`."""
-        ids, lengths, offsets = self.read(texts)
+        """Inputs for a slot for each span, or for each text; see `SentenceEncoder.encode_spans`."""
+        ids, lengths, offsets = self.tokenize(texts)
         if ends is None:
             return self.batched(ids, lengths, None, np.arange(len(texts)), len(texts))
         counts = np.fromiter(map(len, ends), np.int64, len(texts))
         ends = np.fromiter(chain.from_iterable(ends), np.int64, counts.sum())
         return self.batched(ids, lengths, *_span_tokens(offsets, lengths, np.asarray(starts), ends, counts), len(ends))
 
-    def read(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def tokenize(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Ids (num_tokens,) of all texts, the number of tokens of each (num_texts,), and the first and end character of
         each token (num_tokens, 2). Characters are below 0 in the prompt, and equal for a token without characters."""
         options = {"truncation": self.limit is not None, "max_length": self.limit, "return_offsets_mapping": True}
@@ -403,13 +410,13 @@ class EncoderTokenizer:
         rows = self.tokenizer([self.prompt + text for text in texts], **options)
         lengths = np.fromiter(map(len, rows["input_ids"]), np.int64, len(texts))
         ids = np.fromiter(chain.from_iterable(rows["input_ids"]), np.int64, lengths.sum())
-        places = chain.from_iterable(chain.from_iterable(rows["offset_mapping"]))
-        return ids, lengths, np.fromiter(places, np.int64, 2 * len(ids)).reshape(-1, 2) - len(self.prompt)
+        indices = chain.from_iterable(chain.from_iterable(rows["offset_mapping"]))
+        return ids, lengths, np.fromiter(indices, np.int64, 2 * len(ids)).reshape(-1, 2) - len(self.prompt)
 
     def batched(
         self, ids: np.ndarray, lengths: np.ndarray, tokens: np.ndarray | None, slots: np.ndarray, num_slots: int
     ) -> EncoderInputs:
-        """Make batches of texts of similar length from the result of `read`. `tokens` are the numbers of the tokens
+        """Make batches of texts of similar length from the result of `tokenize`. `tokens` are the numbers of the tokens
         that become `slots`; with `None` each whole text becomes a slot."""
         order = np.argsort(lengths, kind="stable")  # (num_texts,), the shortest first
         sizes = self._batch_sizes(lengths[order])
@@ -421,20 +428,20 @@ class EncoderTokenizer:
         areas = sizes * longest
         first_of_text = (np.cumsum(areas) - areas)[batch_of_text] + row_of_text * longest[batch_of_text]
         text_of_token = np.repeat(np.arange(len(lengths)), lengths)  # (num_tokens,)
-        places = (first_of_text - (np.cumsum(lengths) - lengths))[text_of_token] + np.arange(len(ids))
+        indices = (first_of_text - (np.cumsum(lengths) - lengths))[text_of_token] + np.arange(len(ids))
         padded = np.full(areas.sum(), self.tokenizer.pad_token_id or 0)
-        padded[places] = ids
+        padded[indices] = ids
         if tokens is None:
-            batch_of_read, place_of_read = batch_of_text, row_of_text
+            batch_of_state, index_of_state = batch_of_text, row_of_text
         else:
-            batch_of_read = batch_of_text[text_of_token[tokens]]
-            place_of_read = places[tokens] - (np.cumsum(areas) - areas)[batch_of_read]
-        by_batch = np.lexsort((place_of_read, batch_of_read))  # (num_reads,)
-        counts = np.bincount(batch_of_read, minlength=len(sizes))  # (batches,)
+            batch_of_state = batch_of_text[text_of_token[tokens]]
+            index_of_state = indices[tokens] - (np.cumsum(areas) - areas)[batch_of_state]
+        by_batch = np.lexsort((index_of_state, batch_of_state))  # (num_states,)
+        counts = np.bincount(batch_of_state, minlength=len(sizes))  # (batches,)
         return EncoderInputs(
             input_ids=torch.from_numpy(padded),
             lengths=torch.from_numpy(lengths[order]),
-            tokens=torch.from_numpy(place_of_read[by_batch]),
+            tokens=torch.from_numpy(index_of_state[by_batch]),
             slots=torch.from_numpy(slots[by_batch]),
             batches=tuple(zip(sizes.tolist(), longest.tolist(), counts.tolist(), strict=True)),
             num_slots=num_slots,
@@ -469,17 +476,17 @@ def _span_tokens(
         counts (`np.ndarray` of shape `(num_texts,)`): The number of spans of each text.
 
     Returns:
-        Two arrays (num_reads,): tokens, and for each of them the span that contains its middle. A span without a token,
-        because it lies inside of a token or beyond the encoder's limit, gets the nearest one.
+        Two arrays (num_states,): tokens, and for each of them the span that contains its middle. A span without a
+        token, because it lies inside of a token or beyond the encoder's limit, gets the nearest one.
     """
     text_of_token, text_of_span = (np.repeat(np.arange(len(lengths)), sizes) for sizes in (lengths, counts))
     middles = offsets.sum(axis=1)  # of tokens, doubled, so that they are whole numbers
     tokens = ((offsets[:, 1] > offsets[:, 0]) & (middles > 2 * starts[text_of_token])).nonzero()[0]
     # One search for all texts: the places in a text are `width` above those in the text before it.
     width = 1 + max(middles.max(initial=0), 2 * ends.max(initial=0))
-    wanted = text_of_token[tokens] * width + middles[tokens]
+    token_keys = text_of_token[tokens] * width + middles[tokens]
     last_spans = (np.cumsum(counts) - 1)[text_of_token[tokens]]
-    spans = np.minimum(np.searchsorted(text_of_span * width + 2 * ends, wanted), last_spans)
+    spans = np.minimum(np.searchsorted(text_of_span * width + 2 * ends, token_keys), last_spans)
     begins = np.concatenate([[0], ends[:-1]])
     begins[np.cumsum(counts) - counts] = starts
     bounds, nearest = np.concatenate([[0], np.cumsum(lengths)]), []
@@ -491,12 +498,19 @@ def _span_tokens(
 
 
 # Precomputed slots
-class GivenSlots(NamedTuple):
+class PrecomputedSlots(NamedTuple):
     """Precomputed slots of one question."""
 
     context_embeds: torch.FloatTensor  # (num_slots, encoder_hidden_size)
     context_word_ids: torch.LongTensor | None  # (num_slots, max_words), -1 after a slot's tokens
     context_passage_ids: torch.LongTensor | None = None  # (num_slots,); without them all slots are of one passage
+
+
+def __getattr__(name: str):
+    if name == "GivenSlots":  # as in version 0.2
+        warn_of_rename("GivenSlots", "PrecomputedSlots")
+        return PrecomputedSlots
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def pad_words(rows: Sequence[torch.LongTensor]) -> torch.LongTensor:
@@ -509,7 +523,7 @@ def pad_words(rows: Sequence[torch.LongTensor]) -> torch.LongTensor:
 
 
 def pad_slots(rows: Sequence) -> dict[str, torch.Tensor]:
-    """Pad the slots of rows, [`GivenSlots`] or [`EncodedDocuments`], to the inputs of the model: `context_embeds`
+    """Pad the slots of rows, [`PrecomputedSlots`] or [`EncodedDocuments`], to the inputs of the model: `context_embeds`
     (batch, max_slots, encoder_hidden_size) and, if any row has them, `context_word_ids` (batch, max_slots, max_words)
     and `context_passage_ids` (batch, max_slots). Empty if no row has a slot."""
     if not any(len(row.context_embeds) for row in rows):
@@ -527,16 +541,19 @@ def pad_slots(rows: Sequence) -> dict[str, torch.Tensor]:
     return slots
 
 
-def documents_of(row, name: str) -> list:
+def documents_of(documents, name: str) -> list:
     """The passages of one question as a list; a single passage is wrapped."""
-    if isinstance(row, str | dict):
-        return [row]
+    if isinstance(documents, str | dict):
+        return [documents]
     try:
-        if isinstance(row, Mapping | Set):  # neither is a list of passages: a mapping has names, a set has no order
+        # Neither is a list of passages: a mapping has names, a set has no order.
+        if isinstance(documents, Mapping | Set):
             raise TypeError
-        return list(row)
+        return list(documents)
     except TypeError as error:
-        raise ValueError(f'{name} is {row!r}; expected a list of strings or {{"title": str, "text": str}}.') from error
+        raise ValueError(
+            f'{name} is {documents!r}; expected a list of strings or {{"title": str, "text": str}}.'
+        ) from error
 
 
 def _embeds_of(values, name: str) -> torch.FloatTensor:
@@ -570,47 +587,58 @@ def _dense_tensor_of(values, name: str) -> torch.Tensor:
     return tensor
 
 
-def _rows_of(convert: Callable, entries, name: str, is_single: bool, num_rows: int) -> list:
-    """The entry of each of `num_rows` questions, converted by `convert`."""
+def _entries_of_questions(convert: Callable, entries, name: str, is_single: bool, num_questions: int) -> list:
+    """The entry of each of `num_questions` questions, converted by `convert`."""
     try:
-        rows = [entries] if is_single or isinstance(entries, str | dict) else list(entries)
+        values = [entries] if is_single or isinstance(entries, str | dict) else list(entries)
     except TypeError:  # a number, or a tensor without dimensions
-        rows = []
-    if len(rows) != num_rows:
-        raise ValueError(f"Got {num_rows} questions but {len(rows)} entries of {name}; expected one for each question.")
-    return [convert(row, f"{name} of row {number}") for number, row in enumerate(rows)]
+        values = []
+    if len(values) != num_questions:
+        raise ValueError(
+            f"Got {num_questions} questions but {len(values)} entries of {name}; expected one for each question."
+        )
+    return [convert(row, f"{name} of row {number}") for number, row in enumerate(values)]
 
 
 def passages_of_questions(
-    documents, context_embeds, context_word_ids, context_passage_ids, is_single: bool, num_rows: int, has_words: bool
-) -> list[list] | list[GivenSlots]:
-    """For each of `num_rows` questions, its documents or its precomputed slots, which need word ids if `has_words`.
+    documents,
+    context_embeds,
+    context_word_ids,
+    context_passage_ids,
+    is_single: bool,
+    num_questions: int,
+    has_words: bool,
+) -> list[list] | list[PrecomputedSlots]:
+    """For each of `num_questions` questions, its documents or its precomputed slots, which need word ids if
+    `has_words`.
 
     Raises:
         `ValueError`: both or neither, values of a wrong kind, or not one entry for each question.
     """
     if (documents is None) == (context_embeds is None):
-        what = "neither `documents` nor" if documents is None else "both `documents` and"
-        raise ValueError(f"Got {what} `context_embeds`; expected one of them. Pass exactly one.")
+        names = "neither `documents` nor" if documents is None else "both `documents` and"
+        raise ValueError(f"Got {names} `context_embeds`; expected one of them. Pass exactly one.")
     if context_embeds is None:
-        return _rows_of(documents_of, documents, "`documents`", is_single, num_rows)
-    embeds = _rows_of(_embeds_of, context_embeds, "`context_embeds`", is_single, num_rows)
-    words = passage_ids = [None] * num_rows
+        return _entries_of_questions(documents_of, documents, "`documents`", is_single, num_questions)
+    embeds = _entries_of_questions(_embeds_of, context_embeds, "`context_embeds`", is_single, num_questions)
+    words = passage_ids = [None] * num_questions
     if context_word_ids is not None:
-        words = _rows_of(_ids_of, context_word_ids, "`context_word_ids`", is_single, num_rows)
+        words = _entries_of_questions(_ids_of, context_word_ids, "`context_word_ids`", is_single, num_questions)
     elif has_words:
         raise ValueError(
             "Got `context_embeds` without `context_word_ids`, which this aligner needs as well. Pass the token "
             "ids of each slot, (num_slots, max_words), padded with -1."
         )
     if context_passage_ids is not None:
-        passage_ids = _rows_of(_ids_of, context_passage_ids, "`context_passage_ids`", is_single, num_rows)
-    return list(map(GivenSlots, embeds, words, passage_ids))
+        passage_ids = _entries_of_questions(
+            _ids_of, context_passage_ids, "`context_passage_ids`", is_single, num_questions
+        )
+    return list(map(PrecomputedSlots, embeds, words, passage_ids))
 
 
-def single_passages(passages: list | GivenSlots) -> dict[int, list | GivenSlots]:
+def single_passages(passages: list | PrecomputedSlots) -> dict[int, list | PrecomputedSlots]:
     """Single passages of a question, by their numbers. Passages without text are left out, unless none has text."""
-    if not isinstance(passages, GivenSlots):
+    if not isinstance(passages, PrecomputedSlots):
         numbered = enumerate(passages)
         return {number: [passage] for number, passage in numbered if text_of(passage, number).strip()} or {0: []}
     embeds, words, ids = passages
@@ -625,7 +653,7 @@ def single_passages(passages: list | GivenSlots) -> dict[int, list | GivenSlots]
     # Words of a passage are as wide as its longest slot, so that its digest does not depend on other passages.
     passage_words = [None] * len(sizes) if words is None else list(words.split(sizes))
     passage_words = [ids if ids is None else ids[:, (ids >= 0).any(dim=0)] for ids in passage_words]
-    return dict(zip(numbers, map(GivenSlots, embeds.split(sizes), passage_words), strict=True))
+    return dict(zip(numbers, map(PrecomputedSlots, embeds.split(sizes), passage_words), strict=True))
 
 
 @functools.cache
@@ -743,13 +771,13 @@ class SlotEncoder:
         """
         if max_slots is not None or tokens_per_slot is not None:  # the processor's defaults were checked
             check_slot_settings(max_slots, tokens_per_slot)
-        rate = self.tokens_per_slot if tokens_per_slot is None else tokens_per_slot
-        if (known := self.trained_tokens_per_slot) and rate not in known:
+        tokens_per_slot = self.tokens_per_slot if tokens_per_slot is None else tokens_per_slot
+        if (known := self.trained_tokens_per_slot) and tokens_per_slot not in known:
             logger.warning_once(
-                f"`tokens_per_slot` is {rate!r}, but this aligner was trained with {', '.join(map(str, known))}. "
-                "Expect worse answers than with these."
+                f"`tokens_per_slot` is {tokens_per_slot!r}, but this aligner was trained with "
+                f"{', '.join(map(str, known))}. Expect worse answers than with these."
             )
-        return rate
+        return tokens_per_slot
 
     def segment_documents(self, documents: Sequence[str | dict]) -> list[Segment]:
         """The segments of one question's documents, in order; empty if there is only white space. `start` and `end`
@@ -762,7 +790,7 @@ class SlotEncoder:
             documents,
             sentences_per_segment=self.sentences_per_segment,
             spacy_model=self.spacy_model,
-            num_reads=self.encoder.num_reads,
+            num_parts=self.encoder.num_parts,
         )
 
     def encode_tokens(self, tokens: Sequence[SegmentTokens], tokens_per_slot: int | str) -> torch.FloatTensor:
@@ -770,84 +798,92 @@ class SlotEncoder:
         each segment, or for each span of about `tokens_per_slot` tokens."""
         ends = None
         if tokens_per_slot != "segment":
-            ends = [run_ends(segment.encoder_start, segment.word_ends, tokens_per_slot) for segment in tokens]
+            ends = [span_ends(segment.encoder_start, segment.word_ends, tokens_per_slot) for segment in tokens]
         with torch.no_grad():
             texts = [segment.encoder_text for segment in tokens]
             starts = [segment.encoder_start for segment in tokens]
-            embeds = self.encoder.encode_runs(texts, starts, ends).cpu()
+            embeds = self.encoder.encode_spans(texts, starts, ends).cpu()
         self._check_embeds(embeds, 0)
         return embeds
 
     def encode_batch(
         self,
-        passages: Sequence[Sequence[str | dict]] | Sequence[GivenSlots],
+        passages: Sequence[Sequence[str | dict]] | Sequence[PrecomputedSlots],
         *,
         max_slots: int | None = None,
         tokens_per_slot: int | str | None = None,
-        room: Sequence[int] | None = None,
-        apart: bool = False,
+        slot_limits: Sequence[int] | None = None,
+        per_passage: bool = False,
         names: Sequence[str] | None = None,
         only_segments: bool = False,
     ) -> list[EncodedDocuments]:
         """Encode the passages of several questions to slots; all are documents, or all are precomputed slots.
 
-        `room` is the maximum number of slots of each question or, with `apart`, of each of its passages. More slots
-        raise `ValueError` before anything is encoded; the message begins with the question's name in `names`. With
-        `only_segments` nothing is encoded, and embeddings are (num_slots, 0)."""
-        rate = self.check_settings(max_slots, tokens_per_slot)
-        if isinstance(passages[0], GivenSlots):
+        `slot_limits` is the maximum number of slots of each question or, with `per_passage`, of each of its passages.
+        More slots raise `ValueError` before anything is encoded; the message begins with the question's name in
+        `names`. With `only_segments` nothing is encoded, and embeddings are (num_slots, 0)."""
+        tokens_per_slot = self.check_settings(max_slots, tokens_per_slot)
+        if isinstance(passages[0], PrecomputedSlots):
             return [self._first_slots(row, number, max_slots) for number, row in enumerate(passages)]
         segments = [self.segment_documents(row) for row in passages]
-        most = max_slots if rate == "segment" else None  # segments beyond `max_slots` are not encoded
-        needs_tokens = self.context_words or rate != "segment"
+        limit = max_slots if tokens_per_slot == "segment" else None  # segments beyond `max_slots` are not encoded
+        needs_tokens = self.context_words or tokens_per_slot != "segment"
         tokens = [
-            tokenize_segments(self.tokenizer if needs_tokens else None, row[:most], documents) or [EMPTY_SEGMENT]
+            tokenize_segments(self.tokenizer if needs_tokens else None, row[:limit], documents) or [EMPTY_SEGMENT]
             for row, documents in zip(segments, passages, strict=True)
         ]
-        counts = [sum(len(segment.runs(rate)) for segment in row) for row in tokens]  # slots of each question
+        # Slots of each question:
+        counts = [sum(len(segment.token_spans(tokens_per_slot)) for segment in row) for row in tokens]
         for number, row in enumerate(tokens):
             name = "The passages need" if len(passages) == 1 else f"The passages of question {number} need"
             name = name if names is None else names[number]
-            _check_room(name, row, rate, max_slots, None if room is None else room[number], apart)
+            _check_num_slots(
+                name, row, tokens_per_slot, max_slots, None if slot_limits is None else slot_limits[number], per_passage
+            )
         # All questions together: the encoder sorts texts by length, so more of them means less padding.
         all_tokens = [segment for row in tokens for segment in row]
         no_embeds = torch.empty(sum(counts), 0, device="cpu")
-        encoded = no_embeds if only_segments else self.encode_tokens(all_tokens, rate)
+        encoded = no_embeds if only_segments else self.encode_tokens(all_tokens, tokens_per_slot)
         rows = []
-        for documents, pieces, row_tokens, embeds in zip(
+        for documents, slot_segments, row_tokens, embeds in zip(
             passages, segments, tokens, encoded.split(counts), strict=True
         ):
             words = None
-            if rate != "segment" and pieces:  # several slots of a segment: each represents a part of it
-                pieces = [piece for segment in row_tokens for piece in segment.pieces(rate)]
-            pieces = in_given_text(pieces, documents)
-            pieces, dropped = pieces[:max_slots], pieces[max_slots or len(pieces) :]
+            if tokens_per_slot != "segment" and slot_segments:  # each slot represents a part of a segment
+                parts = (segment.slot_segments(tokens_per_slot) for segment in row_tokens)
+                slot_segments = list(chain.from_iterable(parts))
+            slot_segments = in_original_text(slot_segments, documents)
+            slot_segments, dropped = slot_segments[:max_slots], slot_segments[max_slots or len(slot_segments) :]
             if self.context_words:
-                runs = [segment.word_ids[a:b] for segment in row_tokens for a, b in segment.runs(rate)][:max_slots]
-                runs = [torch.tensor(ids, device=embeds.device) for ids in runs]  # each (words of the slot,)
-                words = pad_sequence(runs, batch_first=True, padding_value=-1).long()  # (num_slots, max_words)
-            numbers = torch.tensor([piece.document for piece in pieces] or [0], device=embeds.device)
-            rows.append(EncodedDocuments(pieces, embeds[:max_slots], words, numbers, dropped))
+                word_ids = [
+                    segment.word_ids[a:b] for segment in row_tokens for a, b in segment.token_spans(tokens_per_slot)
+                ][:max_slots]
+                word_ids = [torch.tensor(ids, device=embeds.device) for ids in word_ids]  # each (words of the slot,)
+                words = pad_sequence(word_ids, batch_first=True, padding_value=-1).long()  # (num_slots, max_words)
+            numbers = torch.tensor([segment.document for segment in slot_segments] or [0], device=embeds.device)
+            rows.append(EncodedDocuments(slot_segments, embeds[:max_slots], words, numbers, dropped))
         return rows
 
-    def statistics(self, documents: Sequence[str | dict], row: EncodedDocuments, has_budget: bool) -> dict[str, float]:
+    def statistics(
+        self, documents: Sequence[str | dict], encoded: EncodedDocuments, has_budget: bool
+    ) -> dict[str, float]:
         """The number of `tokens` and of `slots`, and the `compression_rate`, the tokens per slot of the text that has
         slots. With `has_budget` also how many segments are `dropped`."""
         texts = [text_of(document, number) for number, document in enumerate(documents)]
-        tokens = kept = self.count_tokens(texts)
-        if row.dropped:
-            last = row.segments[-1]
-            beginning = text_of(given_text(documents[last.document], last.document)[: last.end], last.document)
-            kept = self.count_tokens([*texts[: last.document], beginning])
-        num_slots = len(row.context_embeds)
-        counts = {"tokens": tokens, "slots": num_slots, "compression_rate": kept / num_slots}
-        return counts | ({"dropped": len(row.dropped)} if has_budget else {})
+        tokens = num_covered = self.count_tokens(texts)
+        if encoded.dropped:
+            last = encoded.segments[-1]
+            beginning = text_of(original_text(documents[last.document], last.document)[: last.end], last.document)
+            num_covered = self.count_tokens([*texts[: last.document], beginning])
+        num_slots = len(encoded.context_embeds)
+        counts = {"tokens": tokens, "slots": num_slots, "compression_rate": num_covered / num_slots}
+        return counts | ({"dropped": len(encoded.dropped)} if has_budget else {})
 
     def count_tokens(self, texts: list[str]) -> int:
         """The number of tokens of the backbone in `texts`."""
         return sum(len(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]) if texts else 0
 
-    def _first_slots(self, slots: GivenSlots, row: int, max_slots: int | None) -> EncodedDocuments:
+    def _first_slots(self, slots: PrecomputedSlots, row: int, max_slots: int | None) -> EncodedDocuments:
         """The first `max_slots` of a row's precomputed slots."""
         embeds, words, numbers = slots
         self._check_embeds(embeds, row)
@@ -881,22 +917,29 @@ class SlotEncoder:
             )
 
 
-def _check_room(
-    name: str, row: list[SegmentTokens], rate: int | str, max_slots: int | None, room: int | None, apart: bool
+def _check_num_slots(
+    name: str,
+    segments: list[SegmentTokens],
+    tokens_per_slot: int | str,
+    max_slots: int | None,
+    limit: int | None,
+    per_passage: bool,
 ) -> None:
-    """Raise `ValueError` for passages with more slots than `room`; the message begins with `name`. With `apart`, `room`
-    is the limit of each passage, else of all together."""
+    """Raise `ValueError` for passages with more slots than `limit`; the message begins with `name`. With `per_passage`,
+    `limit` is that of each passage, else of all together."""
     sizes: dict[int, int] = defaultdict(int)
-    for tokens in row:
-        sizes[tokens.segment.document] += len(tokens.runs(rate))
+    for tokens in segments:
+        sizes[tokens.segment.document] += len(tokens.token_spans(tokens_per_slot))
     document = max(sizes, key=sizes.get)
-    count = sizes[document] if apart else sum(sizes.values())
-    if room is not None and min(count, max_slots or count) > room:
+    count = sizes[document] if per_passage else sum(sizes.values())
+    if limit is not None and min(count, max_slots or count) > limit:
         longest = f" (the longest, passage {document}, needs {sizes[document]})" if len(sizes) > 1 else ""
-        fitting = sum(size <= room for size in (sizes.values() if apart else accumulate(sizes.values())))
-        fits = f": {fitting} of {len(sizes)} passages fit" if apart else f": the first {fitting} of {len(sizes)} fit"
+        fitting = sum(size <= limit for size in (sizes.values() if per_passage else accumulate(sizes.values())))
+        fits = (
+            f": {fitting} of {len(sizes)} passages fit" if per_passage else f": the first {fitting} of {len(sizes)} fit"
+        )
         raise ValueError(
-            f"{name} {sum(sizes.values())} slots{longest}, but there is only room for {max(0, room)} "
-            f"{'of each passage ' * apart}with the question{fits * (len(sizes) > 1)}. Pass a shorter question, fewer "
-            "or shorter passages, or put more text into a slot (`tokens_per_slot`)."
+            f"{name} {sum(sizes.values())} slots{longest}, but there is only room for {max(0, limit)} "
+            f"{'of each passage ' * per_passage}with the question{fits * (len(sizes) > 1)}. Pass a shorter question, "
+            "fewer or shorter passages, or put more text into a slot (`tokens_per_slot`)."
         )

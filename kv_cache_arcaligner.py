@@ -30,7 +30,6 @@ import os
 import threading
 import time
 import uuid
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -68,9 +67,10 @@ from .configuration_arcaligner import (
     check_length,
     longest_prompt,
     normalize_budget,
+    warn_of_rename,
 )
 from .encoder_arcaligner import (
-    GivenSlots,
+    PrecomputedSlots,
     pad_words,
     passages_of_questions,
     single_passages,
@@ -84,18 +84,13 @@ logger = logging.get_logger(__name__)
 PASSAGES_AT_ONCE, ROWS_AT_ONCE = 32, 16
 
 
-def _warn_of(old: str, new: str) -> None:
-    warnings.warn(
-        f"`{old}` is now called `{new}`; the old name will be removed in the next release.", FutureWarning, stacklevel=3
-    )
-
-
 @dataclass
-class _Unit:
-    """What one prefill computes: passages after the text `head`, or this text alone. An error begins with `name`."""
+class _EntrySpec:
+    """What an entry of the cache is computed from: passages after the text `prefix_ids`, or this text alone. An error
+    begins with `name`."""
 
-    head: tuple[int, ...]
-    passages: list | GivenSlots | None = None
+    prefix_ids: tuple[int, ...]
+    passages: list | PrecomputedSlots | None = None
     name: str = ""
     number: int = 0  # of the passage in its question
     # Set before its entry is searched. `weights` are those in `fingerprint`, `None` if nothing is cached.
@@ -109,34 +104,34 @@ class _Unit:
 
 
 class _Question(NamedTuple):
-    """A prompt in parts: the text before the slots, as the first unit, the passages, and the text after the slots."""
+    """A prompt in parts: the text before the slots, the passages, and the text after the slots."""
 
-    units: list[_Unit]
-    tail: list[int]
+    specs: list[_EntrySpec]
+    suffix_ids: list[int]
 
     @property
     def passage_numbers(self) -> list[int]:
         """The numbers of the passages that have text or slots."""
-        return [unit.number for unit in self.units[1:] if unit.passages != []]
+        return [spec.number for spec in self.specs[1:] if spec.passages != []]
 
     @property
     def texts(self) -> dict[int, str | dict]:
         """The independent passages that have text, by their numbers."""
-        return {unit.number: unit.passages[0] for unit in self.units[1:] if unit.passages}
+        return {spec.number: spec.passages[0] for spec in self.specs[1:] if spec.passages}
 
     def only(self, numbers: Sequence[int]) -> "_Question":
         """The question with some of its passages only; if none of them has text, with the slot for no passages."""
-        selected = [unit for unit in self.units[1:] if unit.number in numbers] or self.units[1:]
-        return self._replace(units=[self.units[0], *selected])
+        selected = [spec for spec in self.specs[1:] if spec.number in numbers] or self.specs[1:]
+        return self._replace(specs=[self.specs[0], *selected])
 
-    def with_slots(self, slots: GivenSlots) -> "_Question":
+    def with_slots(self, slots: PrecomputedSlots) -> "_Question":
         """The same with precomputed slots of some of its independent passages in place of their texts."""
         passages = single_passages(slots)
-        units = [
-            replace(unit, passages=passages[unit.number], key="") if unit.number in passages else unit
-            for unit in self.units[1:]
+        specs = [
+            replace(spec, passages=passages[spec.number], key="") if spec.number in passages else spec
+            for spec in self.specs[1:]
         ]
-        return self._replace(units=[self.units[0], *units])
+        return self._replace(specs=[self.specs[0], *specs])
 
 
 class Turn:
@@ -154,18 +149,18 @@ class Turn:
 ALONE = Turn()
 
 
-class AskedQuestions(NamedTuple):
-    """The result of [`PassageCache.ask`]: prompts, passages, settings of slots and gates, and the turn of the thread
-    that computes them. Do not use it after the weights have changed: its passages are looked up for the weights that
-    the model had at the first use."""
+class QuestionBatch(NamedTuple):
+    """The result of [`PassageCache.make_batch`]: prompts, passages, settings of slots and gates, and the turn of the
+    thread that computes them. Do not use it after the weights have changed: its passages are looked up for the weights
+    that the model had at the first use."""
 
     questions: list[_Question]
     settings: dict[str, Any]
     turn: Turn = ALONE
 
-    def with_slots(self, given: Sequence[GivenSlots | None]) -> "AskedQuestions":
+    def with_slots(self, precomputed: Sequence[PrecomputedSlots | None]) -> "QuestionBatch":
         """The same with precomputed slots of some passages of each question; `None` for a question that stays."""
-        pairs = zip(self.questions, given, strict=True)
+        pairs = zip(self.questions, precomputed, strict=True)
         questions = [question if slots is None else question.with_slots(slots) for question, slots in pairs]
         return self._replace(questions=questions)
 
@@ -174,8 +169,8 @@ class AskedQuestions(NamedTuple):
         """The number of positions of each prompt, whose passages are precomputed slots."""
         counts = []
         for question in self.questions:
-            num_slots = sum(len(unit.passages.context_embeds) for unit in question.units[1:])
-            counts.append(len(question.units[0].head) + num_slots + len(question.tail))
+            num_slots = sum(len(spec.passages.context_embeds) for spec in question.specs[1:])
+            counts.append(len(question.specs[0].prefix_ids) + num_slots + len(question.suffix_ids))
         return counts
 
 
@@ -185,8 +180,8 @@ class PrefixFiles(NamedTuple):
 
     paths: list[Path]
     num_slots: list[int]  # of each file, the number of its first slots that are used
-    head: list[int]  # ids of the text before the slots, the content of the first file
-    tail: list[int]  # ids of the text after the slots
+    prefix_ids: list[int]  # ids of the text before the slots, the content of the first file
+    suffix_ids: list[int]  # ids of the text after the slots
     num_passages: int  # independent passages; 1 for joint ones
     num_cached: int  # independent passages that were in the cache
 
@@ -201,7 +196,7 @@ class Prepared(dict):
     @property
     def num_kept(self) -> list[int]:
         """The name of `num_cached` in version 0.2."""
-        _warn_of("num_kept", "num_cached")
+        warn_of_rename("num_kept", "num_cached")
         return self.num_cached
 
 
@@ -260,14 +255,14 @@ class PassageCache:
         self.folder, self.read_only = None if folder is None else Path(folder), read_only
         self.dtype = dtype
         self.hits = self.loads = self.misses = self.bytes = 0
-        self._kept: OrderedDict[str, torch.Tensor] = OrderedDict()  # least recently used first
+        self._entries: OrderedDict[str, torch.Tensor] = OrderedDict()  # least recently used first
         part_of = {True: "aligner_weights", False: "backbone_weights"}
         self._watched = WatchedWeights(model, lambda name: part_of[model.is_aligner_key(name)])
         self._encoder: WatchedWeights | None = None
         self._base_model: tuple[str, dict[str, Any]] | None = None  # with the digest of the weights that it describes
         self._tokenizers = {}  # the digest of each, by its id
         self._lock = threading.RLock()
-        self._reading: dict[str, threading.Event] = {}  # by the keys of entries that are computed now; set at the end
+        self._computing: dict[str, threading.Event] = {}  # by the keys of entries that are computed now; set at the end
 
     def __getstate__(self):
         return {
@@ -278,7 +273,7 @@ class PassageCache:
         self.__init__(**state)
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._entries)
 
     @torch.no_grad()
     def prepare(
@@ -319,28 +314,30 @@ class PassageCache:
             `ValueError`: as the processor; prompts longer than the backbone's context; no question. A file that cannot
                 be used is no error: a warning is logged, and the passage is computed again.
         """
-        batch = self.ask(questions, documents, context_embeds, context_word_ids, context_passage_ids, **kwargs)
-        return self.prepare_asked(batch, passage_prior)
+        batch = self.make_batch(questions, documents, context_embeds, context_word_ids, context_passage_ids, **kwargs)
+        return self.prepare_batch(batch, passage_prior)
 
     @torch.no_grad()
-    def prepare_asked(
-        self, read: AskedQuestions, passage_prior: Sequence[Sequence[float] | None] | None = None
+    def prepare_batch(
+        self, batch: QuestionBatch, passage_prior: Sequence[Sequence[float] | None] | None = None
     ) -> Prepared:
-        """As `prepare`, for the result of `ask`."""
-        questions, (settings, most) = read.questions, self._settings_of_entries(read)
-        entries, missing = self._fetch(questions, settings, read.turn)
-        parts = [first_slots([entries[unit.key] for unit in question.units], most) for question in questions]
-        inputs = self._batch(questions, parts)
+        """As `prepare`, for the result of `make_batch`."""
+        questions, (settings, max_slots) = batch.questions, self._settings_of_entries(batch)
+        entries, missing = self._fetch(questions, settings, batch.turn)
+        parts = [first_slots([entries[spec.key] for spec in question.specs], max_slots) for question in questions]
+        inputs = self._make_inputs(questions, parts)
         if passage_prior is not None and any(prior is not None for prior in passage_prior):
-            inputs["passage_prior"] = _prior_of_units(questions, passage_prior).to(self.model.device, self.model.dtype)
+            inputs["passage_prior"] = _prior_of_questions(questions, passage_prior).to(
+                self.model.device, self.model.dtype
+            )
             check_passage_prior(
                 inputs["passage_prior"], inputs.get("context_passage_ids"), self.model.config.text_config
             )
-        inputs.num_passages = [len(question.units) - 1 for question in questions]
-        inputs.num_cached = [sum(unit.key not in missing for unit in question.units[1:]) for question in questions]
+        inputs.num_passages = [len(question.specs) - 1 for question in questions]
+        inputs.num_cached = [sum(spec.key not in missing for spec in question.specs[1:]) for question in questions]
         return inputs
 
-    def ask(
+    def make_batch(
         self,
         questions,
         documents,
@@ -349,7 +346,7 @@ class PassageCache:
         context_passage_ids=None,
         turn: Turn = ALONE,
         **kwargs,
-    ) -> AskedQuestions:
+    ) -> QuestionBatch:
         """Check questions and their passages, without encoding them yet; arguments as for `prepare`. `turn` is the turn
         of the thread that will compute them."""
         if not isinstance(questions, str | list | tuple) or not questions:
@@ -357,21 +354,21 @@ class PassageCache:
         is_single = isinstance(questions, str) or isinstance(questions[0], dict)
         questions = [questions] if is_single else list(questions)
         inputs = (documents, context_embeds, context_word_ids, context_passage_ids)
-        rows = passages_of_questions(*inputs, is_single, len(questions), self.processor.context_words)
-        rows = [single_passages(row) if self._is_separate else {0: row} for row in rows]
+        all_passages = passages_of_questions(*inputs, is_single, len(questions), self.processor.context_words)
+        all_passages = [single_passages(passages) if self._is_separate else {0: passages} for passages in all_passages]
         settings, template_kwargs = _split_settings(self.processor, kwargs)
-        if any(len(row) > 1 for row in rows):
+        if any(len(passages) > 1 for passages in all_passages):
             check_can_separate(self.model.config.text_config, in_one_row=False)
         prompts = []
-        for place, (question, row) in enumerate(zip(questions, rows, strict=True)):
-            head, tail = self.processor.prompt_ids(question, **template_kwargs)
-            whose = f" of question {place}" if len(questions) > 1 else ""
-            units = [_Unit(tuple(head))]
-            for number, passage in row.items():
+        for question_number, (question, passages) in enumerate(zip(questions, all_passages, strict=True)):
+            prefix_ids, suffix_ids = self.processor.prompt_ids(question, **template_kwargs)
+            whose = f" of question {question_number}" if len(questions) > 1 else ""
+            specs = [_EntrySpec(tuple(prefix_ids))]
+            for number, passage in passages.items():
                 name = f"Passage {number}{whose} needs" if self._is_separate else f"The passages{whose} need"
-                units.append(_Unit(tuple(head), passage, name, number))
-            prompts.append(_Question(units, tail))
-        return AskedQuestions(prompts, settings, turn)
+                specs.append(_EntrySpec(tuple(prefix_ids), passage, name, number))
+            prompts.append(_Question(specs, suffix_ids))
+        return QuestionBatch(prompts, settings, turn)
 
     def iter_single_passages(
         self, questions, documents=None, only: Sequence[Sequence[int]] | None = None, **kwargs
@@ -385,30 +382,32 @@ class PassageCache:
             only (`Sequence[Sequence[int]]`, *optional*): For each question the numbers of the passages to compute;
                 others are not even encoded. Default: all.
         """
-        yield from self.iter_asked(self.ask(questions, documents, **kwargs), only)
+        yield from self.iter_batch(self.make_batch(questions, documents, **kwargs), only)
 
     @torch.no_grad()
-    def iter_asked(
-        self, asked: AskedQuestions, only: Sequence[Sequence[int]] | None = None
+    def iter_batch(
+        self, batch: QuestionBatch, only: Sequence[Sequence[int]] | None = None
     ) -> Iterator[tuple[list[tuple[int, int, bool]], Prepared]]:
-        """As `iter_single_passages`, for the result of `ask`, which serves several calls."""
-        settings, most = self._settings_of_entries(asked)
-        numbers = [question.passage_numbers for question in asked.questions] if only is None else only
+        """As `iter_single_passages`, for the result of `make_batch`, which serves several calls."""
+        settings, max_slots = self._settings_of_entries(batch)
+        numbers = [question.passage_numbers for question in batch.questions] if only is None else only
         singles = [
-            (place, _Question([question.units[0], unit], question.tail))
-            for place, question in enumerate(asked.questions)
-            for unit in question.units[1:]
-            if unit.number in numbers[place] and unit.passages != []
+            (question_number, _Question([question.specs[0], spec], question.suffix_ids))
+            for question_number, question in enumerate(batch.questions)
+            for spec in question.specs[1:]
+            if spec.number in numbers[question_number] and spec.passages != []
         ]
         for rows in (singles[first : first + PASSAGES_AT_ONCE] for first in range(0, len(singles), PASSAGES_AT_ONCE)):
-            entries, missing = self._fetch([question for _, question in rows], settings, asked.turn)
-            rows.sort(key=lambda row: entries[row[1].units[1].key].shape[3])  # rows of similar length together
+            entries, missing = self._fetch([question for _, question in rows], settings, batch.turn)
+            rows.sort(key=lambda row: entries[row[1].specs[1].key].shape[3])  # rows of similar length together
             for group in (rows[start : start + ROWS_AT_ONCE] for start in range(0, len(rows), ROWS_AT_ONCE)):
                 questions = [question for _, question in group]
-                parts = [first_slots([entries[unit.key] for unit in question.units], most) for question in questions]
-                units = [(place, question.units[1]) for place, question in group]
-                named = [(place, unit.number, unit.key not in missing) for place, unit in units]
-                yield named, self._batch(questions, parts)
+                parts = [
+                    first_slots([entries[spec.key] for spec in question.specs], max_slots) for question in questions
+                ]
+                specs = [(question_number, question.specs[1]) for question_number, question in group]
+                named = [(question_number, spec.number, spec.key not in missing) for question_number, spec in specs]
+                yield named, self._make_inputs(questions, parts)
 
     @torch.no_grad()
     def precompute(self, questions, documents=None, **kwargs) -> list[Path]:
@@ -424,8 +423,8 @@ class PassageCache:
         Raises:
             `ValueError`: a model whose passages cannot be cached.
         """
-        batch = self.ask(questions, documents, **kwargs)
-        self.weights(batch.questions[0].units[1].passages)
+        batch = self.make_batch(questions, documents, **kwargs)
+        self.weights(batch.questions[0].specs[1].passages)
         entries, _ = self._fetch(batch.questions, self._settings_of_entries(batch)[0], batch.turn)
         return [] if self.folder is None else [self._path(key) for key in entries]
 
@@ -440,49 +439,50 @@ class PassageCache:
             `ValueError`: a cache without a `folder`; a model whose passages cannot be cached.
             `OSError`: a file that could not be written.
         """
-        return self.prefix_files_asked(self.ask(questions, documents, **kwargs))
+        return self.prefix_files_of_batch(self.make_batch(questions, documents, **kwargs))
 
     @torch.no_grad()
-    def prefix_files_asked(self, read: AskedQuestions) -> list[PrefixFiles]:
-        """As `prefix_files`, for the result of `ask`."""
+    def prefix_files_of_batch(self, batch: QuestionBatch) -> list[PrefixFiles]:
+        """As `prefix_files`, for the result of `make_batch`."""
         if self.folder is None:
             raise ValueError("This cache has no `folder`, so it writes no files for other engines. Pass `folder=`.")
-        questions, turn, (settings, most) = read.questions, read.turn, self._settings_of_entries(read)
-        self.weights(questions[0].units[1].passages)
+        questions, turn, (settings, max_slots) = batch.questions, batch.turn, self._settings_of_entries(batch)
+        self.weights(questions[0].specs[1].passages)
         entries, missing = self._fetch(questions, settings, turn)
-        for unit in {unit.key: unit for question in questions for unit in question.units}.values():
+        for spec in {spec.key: spec for question in questions for spec in question.specs}.values():
             # The file was removed meanwhile, is by a version that did not name the base model, or the disk is full.
-            if not names_base_model(path := self._path(unit.key)):
-                self._write(unit, entries[unit.key])
+            if not names_base_model(path := self._path(spec.key)):
+                self._write(spec, entries[spec.key])
                 if not names_base_model(path):
                     raise OSError(
                         f"{path} could not be written. Free disk space in {self.folder}, and make it writable."
                     )
         files = []
         for question in questions:
-            counts = [entries[unit.key].shape[3] for unit in question.units]
-            for number in range(1, len(counts)) if most is not None else ():
-                counts[number] = min(counts[number], most)
-                most -= counts[number]
+            counts = [entries[spec.key].shape[3] for spec in question.specs]
+            remaining = max_slots
+            for number in range(1, len(counts)) if max_slots is not None else ():
+                counts[number] = min(counts[number], remaining)
+                remaining -= counts[number]
             used = [number for number, count in enumerate(counts) if count or not number]
-            paths = [self._path(question.units[number].key) for number in used]
-            passages, head = question.units[1:], list(question.units[0].head)
-            num_cached = sum(unit.key not in missing for unit in passages)
+            paths = [self._path(question.specs[number].key) for number in used]
+            passages, prefix_ids = question.specs[1:], list(question.specs[0].prefix_ids)
+            num_cached = sum(spec.key not in missing for spec in passages)
             slots = [counts[number] for number in used]
-            files.append(PrefixFiles(paths, slots, head, question.tail, len(passages), num_cached))
+            files.append(PrefixFiles(paths, slots, prefix_ids, question.suffix_ids, len(passages), num_cached))
         return files
 
     def keep(self, questions, documents=None, **kwargs) -> list[Path]:
         """The name of `precompute` in version 0.2."""
-        _warn_of("keep", "precompute")
+        warn_of_rename("keep", "precompute")
         return self.precompute(questions, documents, **kwargs)
 
     def each_alone(self, questions, documents=None, **kwargs):
         """The name of `iter_single_passages` in version 0.2."""
-        _warn_of("each_alone", "iter_single_passages")
+        warn_of_rename("each_alone", "iter_single_passages")
         return self.iter_single_passages(questions, documents, **kwargs)
 
-    def read_question(self, inputs: Prepared, only_answerability: bool = False, turn: Turn = ALONE):
+    def prefill_suffix(self, inputs: Prepared, only_answerability: bool = False, turn: Turn = ALONE):
         """Prefill the text after the slots on the cached keys and values. Return the model's output with the logits of
         the first token of the answer, (batch, 1, vocab_size), or only its `answerability_logits` (batch,)."""
         inputs = prefill_beginning(self.model, inputs, turn)
@@ -494,11 +494,16 @@ class PassageCache:
         options["only_answerability"] = only_answerability
         return self.model(input_ids=ids[:, new], position_ids=positions[:, new], **options)
 
+    def read_question(self, inputs: Prepared):
+        """The name of `prefill_suffix` in version 0.2."""
+        warn_of_rename("read_question", "prefill_suffix")
+        return self.prefill_suffix(inputs)
+
     @property
     def _is_separate(self) -> bool:
         return self.processor.passage_attention == "separate"
 
-    def _settings_of_entries(self, batch: AskedQuestions) -> tuple[dict[str, Any], int | None]:
+    def _settings_of_entries(self, batch: QuestionBatch) -> tuple[dict[str, Any], int | None]:
         """The settings that entries depend on, and the maximum number of slots of a question. An independent passage
         is cached whole and cut afterwards, so that one entry serves any `max_slots`."""
         if not self._is_separate:
@@ -508,23 +513,23 @@ class PassageCache:
 
     # Keys and values to a batch
 
-    def _batch(self, questions: list[_Question], parts: list[list[torch.Tensor]]) -> Prepared:
+    def _make_inputs(self, questions: list[_Question], parts: list[list[torch.Tensor]]) -> Prepared:
         """Prompts (batch, seq_len), left-padded in both halves, with the cache of everything before the questions.
-        `parts` are the keys and values of each question's units."""
+        `parts` are the keys and values of each question's entries."""
         config, slot_id = self.model.config.text_config, self.processor.context_token_id
         sizes = [[part.shape[3] for part in row[1:]] for row in parts]  # slots of each passage of each question
-        ids, tails = [], [question.tail for question in questions]
+        ids, suffixes = [], [question.suffix_ids for question in questions]
         for question, counts in zip(questions, sizes, strict=True):
-            head = question.units[0].head
-            ids.append([*head, *[slot_id] * sum(counts)])
+            prefix_ids = question.specs[0].prefix_ids
+            ids.append([*prefix_ids, *[slot_id] * sum(counts)])
             num_slots = max(counts) if self._is_separate else sum(counts)  # independent passages share positions
-            check_length(len(head) + num_slots + len(question.tail), "The prompt", config)
+            check_length(len(prefix_ids) + num_slots + len(question.suffix_ids), "The prompt", config)
         cache = join_keys_values(parts, config, self.model.config.passage_alignment)
         if any(cache.is_sliding):
-            ids, tails, cache = self._align_tails(ids, tails, parts)
+            ids, suffixes, cache = self._align_suffixes(ids, suffixes, parts)
         device, pad_id = parts[0][0].device, self.processor.tokenizer.pad_token_id or 0
-        halves = [_left_padded(rows, pad_id) for rows in (ids, tails)]
-        masks = [_left_padded([[1] * len(row) for row in rows], 0) for rows in (ids, tails)]
+        halves = [_left_padded(rows, pad_id) for rows in (ids, suffixes)]
+        masks = [_left_padded([[1] * len(row) for row in rows], 0) for rows in (ids, suffixes)]
         inputs = Prepared(
             input_ids=torch.cat(halves, dim=1).to(device),  # padding may be any id: it is masked
             attention_mask=torch.cat(masks, dim=1).to(device),
@@ -536,53 +541,55 @@ class PassageCache:
             inputs["context_passage_ids"] = pad_sequence(numbers, batch_first=True, padding_value=-1).to(device)
         return inputs
 
-    def _align_tails(
-        self, ids: list[list[int]], tails: list[list[int]], parts: list[list[torch.Tensor]]
+    def _align_suffixes(
+        self, ids: list[list[int]], suffixes: list[list[int]], parts: list[list[torch.Tensor]]
     ) -> tuple[list[list[int]], list[list[int]], DynamicCache]:
         """Make the texts after the slots equally long: the beginning of a longer one is prefilled after its slots.
 
         Padding between slots and their question would push the slots out of a sliding window, which counts columns.
         """
-        shortest, config = min(len(tail) for tail in tails), self.model.config.text_config
+        shortest, config = min(len(suffix_ids) for suffix_ids in suffixes), self.model.config.text_config
         extended = []
-        for tail, row in zip(tails, parts, strict=True):
-            if len(tail) > shortest:
+        for suffix_ids, row in zip(suffixes, parts, strict=True):
+            if len(suffix_ids) > shortest:
                 cache = join_keys_values([row], config)
-                new = torch.tensor([tail[:-shortest]], device=self.model.device)  # (1, num_new)
-                for piece in in_pieces(new.shape[1]):
-                    self.model.model(input_ids=new[:, piece], past_key_values=cache, use_cache=True)
+                new = torch.tensor([suffix_ids[:-shortest]], device=self.model.device)  # (1, num_new)
+                for chunk in in_chunks(new.shape[1]):
+                    self.model.model(input_ids=new[:, chunk], past_key_values=cache, use_cache=True)
                 row = [keys_values_of(cache, 0, 0, cache.get_seq_length())]
             extended.append(row)
-        ids = [before + tail[:-shortest] for before, tail in zip(ids, tails, strict=True)]
-        return ids, [tail[-shortest:] for tail in tails], join_keys_values(extended, config)
+        ids = [before + suffix_ids[:-shortest] for before, suffix_ids in zip(ids, suffixes, strict=True)]
+        return ids, [suffix_ids[-shortest:] for suffix_ids in suffixes], join_keys_values(extended, config)
 
     # Passages to keys and values
 
     def _fetch(
         self, questions: list[_Question], settings: dict[str, Any], turn: Turn
-    ) -> tuple[dict[str, torch.Tensor], dict[str, _Unit]]:
-        """Keys and values of each unit, cached or computed now, by its key, and the units that were not cached. The
-        cache owns the tensors: copy them before they are changed."""
-        units = [unit for question in questions for unit in question.units]
-        if unknown := [unit for unit in units if not unit.key]:
-            self._identify(unknown, questions[0].units[1].passages, settings)
-        entries, missing = self._claim(units, turn)
+    ) -> tuple[dict[str, torch.Tensor], dict[str, _EntrySpec]]:
+        """Keys and values of each entry, cached or computed now, by its key, and the specs of those that were not
+        cached. The cache owns the tensors: copy them before they are changed."""
+        specs = [spec for question in questions for spec in question.specs]
+        if unknown := [spec for spec in specs if not spec.key]:
+            self._identify(unknown, questions[0].specs[1].passages, settings)
+        entries, missing = self._claim(specs, turn)
         try:
             if missing:
                 # Passages are computed after the text before them, which may be cached even if they are not.
-                beginnings = [question.units[0] for question in questions]
-                heads = {unit.head: entries.get(unit.key) for unit in beginnings}
-                entries |= self._read(missing, heads, settings, max(len(question.tail) for question in questions), turn)
-                self._keep_all(missing, entries, questions[0].units[1].passages)
+                beginnings = [question.specs[0] for question in questions]
+                prefixes = {spec.prefix_ids: entries.get(spec.key) for spec in beginnings}
+                entries |= self._compute(
+                    missing, prefixes, settings, max(len(question.suffix_ids) for question in questions), turn
+                )
+                self._store_all(missing, entries, questions[0].specs[1].passages)
         finally:
             with self._lock:
                 for key in missing:
-                    if (is_done := self._reading.pop(key, None)) is not None:
+                    if (is_done := self._computing.pop(key, None)) is not None:
                         is_done.set()
         return entries, missing
 
-    def _identify(self, units: list[_Unit], passages: list | GivenSlots, settings: dict[str, Any]) -> None:
-        """Set the keys of units, for the current weights; `passages` are those of one unit."""
+    def _identify(self, specs: list[_EntrySpec], passages: list | PrecomputedSlots, settings: dict[str, Any]) -> None:
+        """Set the keys of entries, for the current weights; `passages` are those of one entry."""
         weights = None  # without a cache, weights are not watched
         if self.max_bytes or self.folder is not None:
             try:
@@ -593,74 +600,81 @@ class PassageCache:
         shared = shared_fingerprint(self.model, self.processor, weights or {}, settings)
         shared |= {} if self.dtype is None else {"kept_dtype": self.dtype}
         digest = json_digest(shared)
-        for unit in units:
-            of_unit = passage_fingerprint(unit.head, unit.passages)
-            unit.key, unit.fingerprint, unit.weights = json_digest([digest, of_unit]), shared | of_unit, weights
+        for spec in specs:
+            of_entry = passage_fingerprint(spec.prefix_ids, spec.passages)
+            spec.key, spec.fingerprint, spec.weights = json_digest([digest, of_entry]), shared | of_entry, weights
 
-    def _keep_all(
-        self, missing: dict[str, _Unit], entries: dict[str, torch.Tensor], passages: list | GivenSlots
+    def _store_all(
+        self, missing: dict[str, _EntrySpec], entries: dict[str, torch.Tensor], passages: list | PrecomputedSlots
     ) -> None:
-        """Cache the entries of units, except those of weights that have changed meanwhile."""
-        units = [unit for unit in missing.values() if unit.weights is not None]
-        current = self._current_weights(passages) if units else None
+        """Cache the entries, except those of weights that have changed meanwhile."""
+        specs = [spec for spec in missing.values() if spec.weights is not None]
+        current = self._current_weights(passages) if specs else None
         with self._lock:
-            for unit in units:
-                if unit.weights == current:
-                    self._write(unit, entries[unit.key])
-                    self._keep(unit.key, entries[unit.key])
+            for spec in specs:
+                if spec.weights == current:
+                    self._write(spec, entries[spec.key])
+                    self._store(spec.key, entries[spec.key])
 
-    def _claim(self, units: list[_Unit], turn: Turn) -> tuple[dict[str, torch.Tensor], dict[str, _Unit]]:
-        """The cached units, by their keys, and those that the caller has to compute. Waits for units that another
-        thread computes, so that concurrent questions about one passage compute it once."""
+    def _claim(self, specs: list[_EntrySpec], turn: Turn) -> tuple[dict[str, torch.Tensor], dict[str, _EntrySpec]]:
+        """The cached entries, by their keys, and the specs of those that the caller has to compute. Waits for entries
+        that another thread computes, so that concurrent questions about one passage compute it once."""
         while True:
             with self._lock:
-                if not (busy := [self._reading[unit.key] for unit in units if unit.key in self._reading]):
-                    return self._find_all(units)
+                if not (busy := [self._computing[spec.key] for spec in specs if spec.key in self._computing]):
+                    return self._find_all(specs)
             with turn.away():
                 busy[0].wait()
 
-    def _find_all(self, units: list[_Unit]) -> tuple[dict[str, torch.Tensor], dict[str, _Unit]]:
+    def _find_all(self, specs: list[_EntrySpec]) -> tuple[dict[str, torch.Tensor], dict[str, _EntrySpec]]:
         entries: dict[str, torch.Tensor] = {}
-        missing: dict[str, _Unit] = {}  # by key, so that a passage of several questions is computed once
-        for unit in units:
-            if unit.key in entries or unit.key in missing:
-                self.hits += unit.is_passage
-            elif unit.weights is not None and (entry := self._find(unit)) is not None:
-                entries[unit.key] = entry
+        missing: dict[str, _EntrySpec] = {}  # by key, so that a passage of several questions is computed once
+        for spec in specs:
+            if spec.key in entries or spec.key in missing:
+                self.hits += spec.is_passage
+            elif spec.weights is not None and (entry := self._find(spec)) is not None:
+                entries[spec.key] = entry
             else:
-                self.misses += unit.is_passage
-                missing[unit.key] = unit
-        self._reading |= {key: threading.Event() for key, unit in missing.items() if unit.weights is not None}
+                self.misses += spec.is_passage
+                missing[spec.key] = spec
+        self._computing |= {key: threading.Event() for key, spec in missing.items() if spec.weights is not None}
         return entries, missing
 
-    def _read(
+    def _compute(
         self,
-        missing: dict[str, _Unit],
-        heads: dict[tuple[int, ...], torch.Tensor | None],
+        missing: dict[str, _EntrySpec],
+        prefixes: dict[tuple[int, ...], torch.Tensor | None],
         settings: dict[str, Any],
-        tail_length: int,
+        suffix_length: int,
         turn: Turn,
     ) -> dict[str, torch.Tensor]:
-        """Compute units, by their keys. `heads` are texts before the slots, each with its cached keys and values."""
+        """Compute entries, by their keys. `prefixes` are texts before the slots, each with its cached keys and
+        values."""
         if self.model.training:
             raise ValueError("The model is in training mode, where dropout changes slots. Call `model.eval()` first.")
         gates = {name: value for name, value in settings.items() if name in REFINEMENT_SETTINGS}
         slot_settings = {name: value for name, value in settings.items() if name not in REFINEMENT_SETTINGS}
-        units = [unit for unit in missing.values() if unit.is_passage]
+        specs = [spec for spec in missing.values() if spec.is_passage]
         longest, encoded = longest_prompt(self.model.config.text_config), []
-        if units:  # passages of all heads together: the encoder is fastest with many texts of similar length
-            room = longest and [longest - len(unit.head) - tail_length for unit in units]
-            passages, names = [unit.passages for unit in units], [unit.name for unit in units]
-            encoded = self.processor.slot_encoder.encode_batch(passages, **slot_settings, room=room, names=names)
+        if specs:  # passages after all prefixes together: the encoder is fastest with many texts of similar length
+            slot_limits = longest and [longest - len(spec.prefix_ids) - suffix_length for spec in specs]
+            passages, names = [spec.passages for spec in specs], [spec.name for spec in specs]
+            encoded = self.processor.slot_encoder.encode_batch(
+                passages, **slot_settings, slot_limits=slot_limits, names=names
+            )
         computed: dict[str, torch.Tensor] = {}
-        for head, cached in heads.items():  # mostly one, as questions have the same system message
-            heads[head] = read_text(self.model, head) if cached is None else cached
-            after = [(unit.key, slots) for unit, slots in zip(units, encoded, strict=True) if unit.head == head]
-            entries = read_passages(self.model, head, heads[head], [slots for _, slots in after], turn, **gates)
+        for prefix_ids, cached in prefixes.items():  # mostly one, as questions have the same system message
+            prefixes[prefix_ids] = prefill_text(self.model, prefix_ids) if cached is None else cached
+            after = [
+                (spec.key, slots) for spec, slots in zip(specs, encoded, strict=True) if spec.prefix_ids == prefix_ids
+            ]
+            entries = prefill_passages(
+                self.model, prefix_ids, prefixes[prefix_ids], [slots for _, slots in after], turn, **gates
+            )
             if self.dtype is not None:  # quantized now, so that first and later uses are equal
                 entries = map(to_int8, entries)
             computed |= zip((key for key, _ in after), entries, strict=True)
-        return {key: computed[key] if unit.is_passage else heads[unit.head] for key, unit in missing.items()}
+        return {key: computed[key] if spec.is_passage else prefixes[spec.prefix_ids] for key, spec in missing.items()}
 
     def weights(self, passages: Sequence | tuple) -> dict[str, Any]:
         """Digests of the model and, unless `passages` are embeddings, of encoder and tokenizers."""
@@ -677,7 +691,7 @@ class PassageCache:
         """The weights of model and encoder, as `digest` gives them, and the tokenizers, as `digest_tokenizer` does."""
         with self._lock:
             weights, processor = digest(self._watched), self.processor
-            if isinstance(passages, GivenSlots):
+            if isinstance(passages, PrecomputedSlots):
                 return weights
             encoder = processor.encoder.model
             if self._encoder is None or self._encoder.module is not encoder:
@@ -708,29 +722,29 @@ class PassageCache:
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}.safetensors"
 
-    def _find(self, unit: _Unit) -> torch.Tensor | None:
-        if unit.key in self._kept:
-            self.hits += unit.is_passage
-            self._kept.move_to_end(unit.key)  # the least recently used are dropped first
-            return self._kept[unit.key]
-        if self.folder is None or not (path := self._path(unit.key)).exists():
+    def _find(self, spec: _EntrySpec) -> torch.Tensor | None:
+        if spec.key in self._entries:
+            self.hits += spec.is_passage
+            self._entries.move_to_end(spec.key)  # the least recently used are dropped first
+            return self._entries[spec.key]
+        if self.folder is None or not (path := self._path(spec.key)).exists():
             return None
         try:
-            entry = load_keys_values(path, unit.fingerprint, self.model.config.text_config, self.model.device)
+            entry = load_keys_values(path, spec.fingerprint, self.model.config.text_config, self.model.device)
         except ValueError as error:
             logger.warning(f"{error} The passage is computed again.")
             return None
-        self.loads += unit.is_passage
-        self._keep(unit.key, entry)
+        self.loads += spec.is_passage
+        self._store(spec.key, entry)
         return entry
 
-    def _write(self, unit: _Unit, entry: torch.Tensor) -> None:
+    def _write(self, spec: _EntrySpec, entry: torch.Tensor) -> None:
         """Write an entry to the folder. If the disk is full or read-only, the passage is computed again next time."""
         if self.folder is None or self.read_only:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            save_keys_values(self._path(unit.key), entry, unit.fingerprint, self._describe_base_model())
+            save_keys_values(self._path(spec.key), entry, spec.fingerprint, self._describe_base_model())
         except (OSError, SafetensorError) as error:
             logger.warning_once(
                 f"Passages cannot be cached in {self.folder} ({error}), so they will be computed again. Free disk "
@@ -744,14 +758,14 @@ class PassageCache:
             self._base_model = digest, base_model_fingerprint(self.model)
         return self._base_model[1]
 
-    def _keep(self, key: str, entry: torch.Tensor) -> None:
+    def _store(self, key: str, entry: torch.Tensor) -> None:
         """Cache an entry as the most recently used, unless it is larger than the budget."""
         if entry.nbytes > self.max_bytes:
             return
         while self.bytes + entry.nbytes > self.max_bytes:
-            _, oldest = self._kept.popitem(last=False)
+            _, oldest = self._entries.popitem(last=False)
             self.bytes -= oldest.nbytes
-        self._kept[key] = entry
+        self._entries[key] = entry
         self.bytes += entry.nbytes
 
 
@@ -765,11 +779,11 @@ class SlotPrefixStore(PassageCache):
     """The name of [`PassageCache`] in version 0.2."""
 
     def __init__(self, *args, **kwargs):
-        _warn_of("SlotPrefixStore", "PassageCache")
+        warn_of_rename("SlotPrefixStore", "PassageCache")
         super().__init__(*args, **kwargs)
 
 
-def _prior_of_units(questions: list[_Question], passage_prior: Sequence[Sequence[float] | None]) -> torch.Tensor:
+def _prior_of_questions(questions: list[_Question], passage_prior: Sequence[Sequence[float] | None]) -> torch.Tensor:
     """The prior of each question's passages that have slots, (batch, num_passages), padded with 0."""
     if len(passage_prior) != len(questions):
         raise ValueError(
@@ -778,14 +792,14 @@ def _prior_of_units(questions: list[_Question], passage_prior: Sequence[Sequence
         )
     rows = []
     for question, prior in zip(questions, passage_prior, strict=True):
-        last = max((unit.number for unit in question.units), default=0)
+        last = max((spec.number for spec in question.specs), default=0)
         prior = [0.0] * (last + 1) if prior is None else prior
         if len(prior) <= last:
             raise ValueError(
                 f"`passage_prior` has {len(prior)} numbers for a question with {last + 1} passages; expected one for "
                 "each passage."
             )
-        numbers = [float(prior[unit.number]) for unit in question.units[1:]]
+        numbers = [float(prior[spec.number]) for spec in question.specs[1:]]
         rows.append(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
     return pad_sequence(rows, batch_first=True)
 
@@ -816,20 +830,20 @@ SLOTS_PER_BATCH = 1024
 SLOTS_PER_ROW = 256
 
 
-# Positions, of all rows together, in the first piece of a long computation, and the seconds that each further piece may
+# Positions, of all rows together, in the first chunk of a long computation, and the seconds that each further chunk may
 # take.
-PIECE_POSITIONS, PIECE_SECONDS = 1024, 0.5
+CHUNK_POSITIONS, CHUNK_SECONDS = 1024, 0.5
 
 
-def in_pieces(length: int, num_rows: int = 1, turn: Turn = ALONE) -> Iterator[slice]:
-    """Yield parts of `length` positions, each as long as the caller can compute in `PIECE_SECONDS`. `turn` is passed on
+def in_chunks(length: int, num_rows: int = 1, turn: Turn = ALONE) -> Iterator[slice]:
+    """Yield parts of `length` positions, each as long as the caller can compute in `CHUNK_SECONDS`. `turn` is passed on
     before each part."""
-    start, size = 0, max(1, PIECE_POSITIONS // num_rows)
+    start, size = 0, max(1, CHUNK_POSITIONS // num_rows)
     while start < length:
         turn.pass_on()
         end, began = min(length, start + size), time.perf_counter()
         yield slice(start, end)
-        start, share = end, PIECE_SECONDS / max(1e-9, time.perf_counter() - began)
+        start, share = end, CHUNK_SECONDS / max(1e-9, time.perf_counter() - began)
         size = max(1, int(size * min(2.0, max(0.25, share))))
 
 
@@ -839,14 +853,14 @@ def prefill_beginning(model, inputs: dict[str, Any], turn: Turn = ALONE) -> dict
     of `generate` for the rest. Short texts stay unchanged."""
     ids, mask, cache = inputs["input_ids"], inputs["attention_mask"], inputs.get("past_key_values")
     start = 0 if cache is None else cache.get_seq_length()
-    if (ids.shape[1] - start) * len(ids) <= PIECE_POSITIONS:
+    if (ids.shape[1] - start) * len(ids) <= CHUNK_POSITIONS:
         turn.pass_on()
         return inputs
     cache = DynamicCache(config=model.config.text_config) if cache is None else cache
     numbers = inputs.get("context_passage_ids")
     positions = model.prompt_positions(ids, mask, numbers)  # (batch, seq_len)
     bias = model.slot_bias(ids, numbers, inputs.get("passage_prior"))  # (batch, seq_len)
-    for part in in_pieces(ids.shape[1] - start, len(ids), turn):
+    for part in in_chunks(ids.shape[1] - start, len(ids), turn):
         first, end = start + part.start, start + part.stop
         if end == ids.shape[1]:
             break
@@ -862,7 +876,7 @@ def prefill_beginning(model, inputs: dict[str, Any], turn: Turn = ALONE) -> dict
 
 
 @torch.no_grad()
-def read_text(model, ids: Sequence[int]) -> torch.Tensor:
+def prefill_text(model, ids: Sequence[int]) -> torch.Tensor:
     """Compute keys and values of the text before the slots, by the unchanged base model."""
     if not ids:
         return torch.empty(entry_shape(model.config.text_config, 0), dtype=model.dtype, device=model.device)
@@ -871,8 +885,8 @@ def read_text(model, ids: Sequence[int]) -> torch.Tensor:
 
 
 @torch.no_grad()
-def read_passages(
-    model, head_ids: Sequence[int], head: torch.Tensor, passages: Sequence, turn: Turn = ALONE, **settings
+def prefill_passages(
+    model, prefix_ids: Sequence[int], prefix: torch.Tensor, passages: Sequence, turn: Turn = ALONE, **settings
 ) -> list:
     """Compute keys and values of independent passages after the same text.
 
@@ -883,7 +897,8 @@ def read_passages(
 
     Args:
         model ([`ArcAlignerForCausalLM`]): In evaluation mode.
-        head_ids (`Sequence[int]`), head (`torch.Tensor`): The text before the slots, and the result of `read_text`.
+        prefix_ids (`Sequence[int]`), prefix (`torch.Tensor`): The text before the slots, and the result of
+            `prefill_text`.
         passages (`Sequence[EncodedDocuments]`): The slots of each passage; several documents in one entry are joint.
         turn ([`Turn`]): The thread's turn, which is passed on before each batch of rows.
         settings: `gate_mode`, `gate_threshold`, `max_refinement_steps` and `refinement_budget`, as in `forward`.
@@ -896,7 +911,7 @@ def read_passages(
     shares = can_separate(model.config.text_config) and not refines
     entries: list[torch.Tensor | None] = [None] * len(passages)
     batches: list[list[list[int]]] = []
-    for row in share_rows(lengths, -(-sum(lengths) // SLOTS_PER_ROW) if shares else len(lengths)):
+    for row in pack_rows(lengths, -(-sum(lengths) // SLOTS_PER_ROW) if shares else len(lengths)):
         # The first row of a batch is the longest.
         longest = sum(lengths[number] for number in batches[-1][0]) if batches else 0
         if not batches or (len(batches[-1]) + 1) * longest > SLOTS_PER_BATCH:
@@ -904,15 +919,27 @@ def read_passages(
         batches[-1].append(row)
     for batch in batches:
         turn.pass_on()
-        _read_batch(model, head_ids, head, passages, batch, entries, refines, settings)
+        _prefill_rows(model, prefix_ids, prefix, passages, batch, entries, refines, settings)
     return entries
 
 
-def share_rows(lengths: Sequence[int], num_rows: int) -> list[list[int]]:
+def read_text(model, ids: Sequence[int]) -> torch.Tensor:
+    """The name of `prefill_text` in version 0.2."""
+    warn_of_rename("read_text", "prefill_text")
+    return prefill_text(model, ids)
+
+
+def read_passages(model, head_ids: Sequence[int], head: torch.Tensor, passages: Sequence, **settings) -> list:
+    """The name of `prefill_passages` in version 0.2."""
+    warn_of_rename("read_passages", "prefill_passages")
+    return prefill_passages(model, head_ids, head, passages, **settings)
+
+
+def pack_rows(lengths: Sequence[int], num_rows: int) -> list[list[int]]:
     """Distribute passages of these lengths to rows of nearly equal length: the numbers of the passages in each row, the
     longest row first.
 
-    >>> share_rows([30, 10, 25, 20], num_rows=2)
+    >>> pack_rows([30, 10, 25, 20], num_rows=2)
     [[2, 3], [0, 1]]
     """
     rows, sizes = [[] for _ in range(num_rows)], [0] * num_rows
@@ -924,10 +951,10 @@ def share_rows(lengths: Sequence[int], num_rows: int) -> list[list[int]]:
     return [rows[row] for row in sorted(range(num_rows), key=sizes.__getitem__, reverse=True) if rows[row]]
 
 
-def _read_batch(
+def _prefill_rows(
     model,
-    head_ids: Sequence[int],
-    head: torch.Tensor,
+    prefix_ids: Sequence[int],
+    prefix: torch.Tensor,
     passages: Sequence,
     batch: list[list[int]],
     entries: list[torch.Tensor | None],
@@ -936,7 +963,7 @@ def _read_batch(
 ) -> None:
     """Compute the rows of `batch`, each the numbers of its passages, and put the results into `entries`. With `refines`
     the rows take refinement steps, and do not continue from the keys and values of the text before the slots."""
-    rows, start = [[passages[number] for number in row] for row in batch], len(head_ids)
+    rows, start = [[passages[number] for number in row] for row in batch], len(prefix_ids)
     numbers = [[number for number, passage in enumerate(row) for _ in passage.context_embeds] for row in rows]
     numbers = [torch.tensor(row, dtype=torch.long, device="cpu") for row in numbers]
     numbers = pad_sequence(numbers, batch_first=True, padding_value=-1)  # (batch, max_slots), padded at the end
@@ -944,7 +971,7 @@ def _read_batch(
     ids = torch.where(is_slot, model.config.context_token_id, 0)  # padding may be any id: it is masked
     mask, positions = torch.cat([is_slot.new_ones(len(rows), start).long(), is_slot.long()], dim=1), None
     if refines:
-        ids = torch.cat([ids.new_tensor([list(head_ids)]).expand(len(rows), -1), ids], dim=1)
+        ids = torch.cat([ids.new_tensor([list(prefix_ids)]).expand(len(rows), -1), ids], dim=1)
     elif max(map(len, rows)) > 1:  # else a plain causal mask is enough, which all attention kernels take
         positions = start + passage_positions(numbers, is_slot)
         # (batch, 1, max_slots, start + max_slots): all attend to the text before
@@ -952,7 +979,7 @@ def _read_batch(
     if positions is None:
         positions = torch.arange(mask.shape[1] - ids.shape[1], mask.shape[1], device="cpu").expand(len(rows), -1)
     words = [[passage.context_word_ids for passage in row] for row in rows]
-    joined = None if refines else join_keys_values([[head]] * len(rows), model.config.text_config)
+    joined = None if refines else join_keys_values([[prefix]] * len(rows), model.config.text_config)
     device = model.device
     outputs = model.model(
         input_ids=ids.to(device),
@@ -999,17 +1026,17 @@ def keys_values_of(cache: Cache, row: int, start: int, end: int) -> torch.Tensor
     for layer in cache.layers:
         # A sliding window has dropped the first positions. Zeros in their places, outside of the window, do no harm.
         dropped = length - layer.keys.shape[2]
-        both = torch.stack([layer.keys[row], layer.values[row]])  # (2, heads, kept, head_dim)
+        both = torch.stack([layer.keys[row], layer.values[row]])  # (2, heads, window, head_dim)
         layers.append(pad(both, (0, 0, dropped, 0))[:, :, start:end])
     return torch.stack(layers)  # (num_layers, 2, heads, end - start, head_dim)
 
 
-def from_int8(kept: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def from_int8(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Keys and values (..., head_dim) in `dtype`, from stored ones: unchanged if these are of a float dtype. Bytes are
     (..., head_dim + 4): whole numbers, and their scale in float32."""
-    if kept.dtype != torch.int8:
-        return kept
-    return (kept[..., :-4].float() * kept[..., -4:].contiguous().view(torch.float32)).to(dtype)
+    if stored.dtype != torch.int8:
+        return stored
+    return (stored[..., :-4].float() * stored[..., -4:].contiguous().view(torch.float32)).to(dtype)
 
 
 def to_int8(keys_values: torch.Tensor) -> torch.Tensor:
@@ -1018,54 +1045,55 @@ def to_int8(keys_values: torch.Tensor) -> torch.Tensor:
     return torch.cat([(keys_values.float() / step).round().to(torch.int8), step.contiguous().view(torch.int8)], dim=-1)
 
 
-def first_slots(parts: list[torch.Tensor], most: int | None) -> list[torch.Tensor]:
-    """The text before the slots and the first `most` slots, which do not depend on later slots of the passage."""
-    first, room = parts[:1], most
+def first_slots(parts: list[torch.Tensor], max_slots: int | None) -> list[torch.Tensor]:
+    """The text before the slots and the first `max_slots` slots, which do not depend on later slots of the passage."""
+    first, remaining = parts[:1], max_slots
     for part in parts[1:]:
-        if room is not None:
-            part = part[:, :, :, :room]
-            room -= part.shape[3]
+        if remaining is not None:
+            part = part[:, :, :, :remaining]
+            remaining -= part.shape[3]
         if part.shape[3]:
             first.append(part)
     return first
 
 
-# Further positions for which a joined cache has room before it is copied: a question and a short answer.
-ROOM = 128
+# Further positions that a joined cache has memory for before it is copied: a question and a short answer.
+SPARE_POSITIONS = 128
 
 
-class RoomyLayer(DynamicLayer):
-    """A cache layer with a buffer that has room for further tokens, so that no token copies all earlier ones.
+class BufferedLayer(DynamicLayer):
+    """A cache layer with a buffer for further tokens, so that no token copies all earlier ones.
 
     Args:
-        room (`torch.Tensor` of shape `(2, batch, heads, num_positions, head_dim)`): The layer's buffer for keys and
+        buffer (`torch.Tensor` of shape `(2, batch, heads, num_positions, head_dim)`): The layer's buffer for keys and
             values.
         length (`int`): The number of positions that are filled.
     """
 
-    def __init__(self, room: torch.Tensor, length: int):
+    def __init__(self, buffer: torch.Tensor, length: int):
         super().__init__()
-        self.lazy_initialization(room, room)
-        self._fill(room, length)
+        self.lazy_initialization(buffer, buffer)
+        self._fill(buffer, length)
 
-    def _fill(self, room: torch.Tensor, length: int) -> None:
-        self._room = room
-        self.keys, self.values = room[:, :, :, :length]  # each (batch, heads, length, head_dim)
-        self._in_room = self.keys
+    def _fill(self, buffer: torch.Tensor, length: int) -> None:
+        self._buffer = buffer
+        self.keys, self.values = buffer[:, :, :, :length]  # each (batch, heads, length, head_dim)
+        self._keys_in_buffer = self.keys
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add keys and values (batch, heads, new_positions, head_dim), and return all."""
-        start, room = self.get_seq_length(), self._room
+        start, buffer = self.get_seq_length(), self._buffer
         end = start + key_states.shape[2]
-        if self.keys is not self._in_room or end > room.shape[3]:  # repeated or selected rows are not in the buffer
-            room = _empty(key_states, 2, *key_states.shape[:2], end + ROOM, key_states.shape[3])
+        # Repeated or selected rows are not in the buffer.
+        if self.keys is not self._keys_in_buffer or end > buffer.shape[3]:
+            buffer = _empty(key_states, 2, *key_states.shape[:2], end + SPARE_POSITIONS, key_states.shape[3])
             if start:
-                room[0, :, :, :start], room[1, :, :, :start] = self.keys, self.values
-        room[0, :, :, start:end], room[1, :, :, start:end] = key_states, value_states
+                buffer[0, :, :, :start], buffer[1, :, :, :start] = self.keys, self.values
+        buffer[0, :, :, start:end], buffer[1, :, :, start:end] = key_states, value_states
         self.is_initialized = True
-        self._fill(room, end)
+        self._fill(buffer, end)
         return self.keys, self.values
 
 
@@ -1090,7 +1118,7 @@ def join_keys_values(
     num_layers, _, heads, _, head_dim = first.shape
     for layer_idx in range(num_layers):
         # Memory for one layer at a time: an allocator reuses pieces of this size, and gets larger ones from the system.
-        joined = _empty(first, 2, len(rows), heads, length + ROOM, head_dim)
+        joined = _empty(first, 2, len(rows), heads, length + SPARE_POSITIONS, head_dim)
         for row, parts in enumerate(rows):
             padding = length - lengths[row]
             joined[:, row, :, :padding] = 0.0  # masked: any finite number would do
@@ -1102,7 +1130,7 @@ def join_keys_values(
         if cache.layers[layer_idx].is_sliding:
             cache.update(*joined[:, :, :, :length], layer_idx)
         else:
-            cache.layers[layer_idx] = RoomyLayer(joined, length)
+            cache.layers[layer_idx] = BufferedLayer(joined, length)
     return cache
 
 
@@ -1159,7 +1187,7 @@ def save_keys_values(
 
     Args:
         path (`str` or `Path`): File to write, in an existing folder.
-        keys_values (`torch.Tensor` of shape `(num_layers, 2, heads, num_slots, head_dim)`): From `read_passages`.
+        keys_values (`torch.Tensor` of shape `(num_layers, 2, heads, num_slots, head_dim)`): From `prefill_passages`.
         fingerprint (`dict`): From `shared_fingerprint` and `passage_fingerprint`.
         base_model (`dict`, *optional*): From `base_model_fingerprint`, for engines that read the file.
     """
@@ -1309,8 +1337,8 @@ def passage_fingerprint(prompt_ids: Sequence[int], passages: Sequence | None) ->
     Args:
         prompt_ids (`Sequence[int]`): The text before the slots.
         passages (`Sequence`, *optional*):
-            Documents, each a string or `{"title", "text"}`, or [`GivenSlots`]. `None` if the entry is only the text
-            before the slots.
+            Documents, each a string or `{"title", "text"}`, or [`PrecomputedSlots`]. `None` if the entry is only the
+            text before the slots.
     """
     return {
         "prompt": json_digest(list(prompt_ids)),
@@ -1347,7 +1375,7 @@ class UnwatchableError(ValueError):
     """A weight whose changes cannot be detected."""
 
 
-class _Read(NamedTuple):
+class _WatchedWeight(NamedTuple):
     """A weight at the time of its digest, by its name in the model."""
 
     name: str
@@ -1384,7 +1412,7 @@ class WatchedWeights:
     def __init__(self, module: nn.Module, part_of: Callable[[str], str]):
         self.module, self._part_of = module, part_of
         self._layers = [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
-        self._read: list[_Read] = []
+        self._weights: list[_WatchedWeight] = []
         self._adapters, self._modules, self._mark, self._digests = [], [], "", {}
 
     def mark(self) -> dict[str, str]:
@@ -1407,7 +1435,7 @@ class WatchedWeights:
         if not self._digests:
             # The same weights in other classes, or with another active adapter, give other results.
             first, parts = hashlib.sha256(repr((self._adapters, self._modules)).encode()), {}
-            for name, _, _, weight, *_ in self._read:
+            for name, _, _, weight, *_ in self._weights:
                 digest = hashlib.sha256(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()).digest()
                 part = parts.setdefault(self._part_of(name), first.copy())
                 part.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode() + digest)
@@ -1419,7 +1447,7 @@ class WatchedWeights:
         adapters = [
             (m.active_adapter, m.disable_adapters, *m.merged_adapters, *m.scaling.items()) for m in self._layers
         ]
-        if self._mark and adapters == self._adapters and all(weight.is_current() for weight in self._read):
+        if self._mark and adapters == self._adapters and all(weight.is_current() for weight in self._weights):
             return
         modules, weights = [], {}
         for prefix, module in self.module.named_modules():
@@ -1430,8 +1458,8 @@ class WatchedWeights:
                 weights.setdefault(id(weight), (f"{prefix}.{name}".lstrip("."), module, name, weight))  # tied ones once
         for name, _, _, weight in weights.values():
             _check_watchable(name, weight)
-        self._read = [
-            _Read(name, module, attribute, weight, weight.detach(), _version(weight))
+        self._weights = [
+            _WatchedWeight(name, module, attribute, weight, weight.detach(), _version(weight))
             for name, module, attribute, weight in weights.values()
         ]
         self._adapters, self._modules, self._mark, self._digests = adapters, modules, uuid.uuid4().hex, {}

@@ -13,7 +13,7 @@ from .segmentation_arcaligner import stop_words
 from .tokenization_arcaligner import text_of, title_of
 
 # Pairs are formed of at most so many passages, the top-ranked ones, because the number of pairs grows with the square.
-MOST_COMBINED = 50
+MAX_COMBINED = 50
 # In a passage without a title, the names among so many first words are taken for a title.
 TITLE_WORDS = 10
 
@@ -39,7 +39,7 @@ def best_pair(
     for number in sorted(log_odds, key=log_odds.__getitem__, reverse=True):
         text = f"{title_of(passages[number]) or ''} {text_of(passages[number], number)}"
         unique.setdefault(" ".join(text.split()), number)
-    ranked = sorted([*unique.values()][:MOST_COMBINED])
+    ranked = sorted([*unique.values()][:MAX_COMBINED])
     if len(ranked) < 2:
         return ranked
     pairs = [*itertools.combinations(ranked, 2)]
@@ -58,10 +58,10 @@ class PassageWords(NamedTuple):
     def of(cls, passage: str | dict, common: frozenset[str]) -> "PassageWords":
         """The words of a passage; `common` are the stop words."""
         title, text = title_of(passage) or "", text_of(passage, 0)
-        whole = f"{title} {text}"
+        full_text = f"{title} {text}"
         start = _IN_BRACKETS.sub(" ", title) or " ".join(_WORD.findall(text)[:TITLE_WORDS])
         title_words = words_of(start, common) if title else names_of(start, common)
-        return cls(words_of(whole, common), names_of(whole, common), title_words)
+        return cls(words_of(full_text, common), names_of(full_text, common), title_words)
 
 
 def words_of(text: str, common: frozenset[str]) -> frozenset[str]:

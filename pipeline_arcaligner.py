@@ -16,8 +16,8 @@ from transformers.utils.chat_template_utils import Chat
 
 from .answering_arcaligner import EXTRA_PREFILL_OPTIONS, Answerer, ScoredPassage
 from .configuration_arcaligner import REFINEMENT_SETTINGS, SLOT_SETTINGS, longest_prompt
-from .encoder_arcaligner import GivenSlots, documents_of, pad_slots
-from .kv_cache_arcaligner import AskedQuestions
+from .encoder_arcaligner import PrecomputedSlots, documents_of, pad_slots
+from .kv_cache_arcaligner import QuestionBatch
 from .segmentation_arcaligner import LOADING, Segment
 
 # Options of a call that go to the processor.
@@ -48,14 +48,14 @@ class Row:
     """The data of an input in the pipeline, in addition to its padded ids."""
 
     is_question: bool
-    slots: GivenSlots  # empty without slots
+    slots: PrecomputedSlots  # empty without slots
     question: str | list[dict] = ""
     passages: list = field(default_factory=list)  # those that are used, if their texts are known
     copied: list = field(default_factory=list)  # the passages that the answer may copy
     trace: dict[str, Any] | None = None  # with `return_slots`: `segments` and `statistics`
     # If passages were scored, the question with the used ones, which are cached. Then ids and `slots` of this row are
     # not known until a batch is made.
-    scored: AskedQuestions | None = None
+    scored: QuestionBatch | None = None
     # The bias on the attention to each passage before the selection; `None` if they are used equally.
     prior: list[float] | None = None
     numbers: Sequence[int] = ()  # those of the used passages, among the passages before the selection
@@ -99,8 +99,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
     def __init__(self, model, processor, tokenizer=None, **kwargs):
         if processor.max_prompt_length is None:  # the checkpoint does not set it
             processor.max_prompt_length = longest_prompt(model.config.text_config)
-        places = getattr(model, "hf_device_map", None) or {"": model.device}
-        if next(iter(places.values())) == "disk":
+        device_map = getattr(model, "hf_device_map", None) or {"": model.device}
+        if next(iter(device_map.values())) == "disk":
             raise ValueError(
                 "The first weights of the model are on the disk (`hf_device_map`), but a pipeline puts its inputs on "
                 "the device of the first weights. Keep these in memory (`max_memory`), or call `model.generate` with "
@@ -207,10 +207,10 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         """`input_ids`, `attention_mask` (1, seq_len) and, in `row`, the data that is not padded."""
         slots = {name: kwargs.pop(name) for name in _SLOT_OPTIONS if name in kwargs}
         gates = {name: kwargs.pop(name) for name in REFINEMENT_SETTINGS if name in kwargs}
-        prompt, documents, is_question = _read_input(prompt_text, documents)
+        prompt, documents, is_question = _parse_input(prompt_text, documents)
         chat = Chat([{"role": "user", "content": prompt}]) if is_question else prompt
         answerer = self.answerer
-        passages, pieces = answerer.cut([] if documents is None else documents_of(documents, "`documents` of row 0"))
+        passages, spans = answerer.cut([] if documents is None else documents_of(documents, "`documents` of row 0"))
         scores, texts, scored, prior, numbers = None, {}, None, None, ()
         if isinstance(prompt, str) and not is_question:
             encoded = super().preprocess(prompt, **kwargs)
@@ -224,8 +224,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             slots.setdefault("sanitize_control_tokens", True)
             options = slots | template | gates
             ((numbers, scores, scored, prior),) = answerer.select([messages], [passages], max_passages, **options)
-            scores = None if scores is None else _by_document(scores, pieces)
-            pieces, passages = [pieces[number] for number in numbers], [passages[number] for number in numbers]
+            scores = None if scores is None else _by_document(scores, spans)
+            spans, passages = [spans[number] for number in numbers], [passages[number] for number in numbers]
             if self._prefills_again(prefills_again, return_slots, gates, kwargs):
                 scored = None
             texts = {
@@ -239,12 +239,12 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             else:
                 encoded = {"input_ids": _UNKNOWN_IDS, "attention_mask": torch.ones_like(_UNKNOWN_IDS)}
                 encoded |= self._trace_scored(passages, slots) if return_slots else {}
-        slots = [encoded[name][0].cpu() if name in encoded else None for name in GivenSlots._fields]
+        slots = [encoded[name][0].cpu() if name in encoded else None for name in PrecomputedSlots._fields]
         if slots[0] is None:
             slots[0] = torch.zeros(0, self.model.config.encoder_hidden_size, device="cpu")
-        row = Row(is_question, GivenSlots(*slots), **texts, scored=scored, prior=prior, numbers=numbers)
+        row = Row(is_question, PrecomputedSlots(*slots), **texts, scored=scored, prior=prior, numbers=numbers)
         if return_slots:
-            row.trace = _trace_of(encoded, pieces, scores)
+            row.trace = _trace_of(encoded, spans, scores)
         return {name: encoded[name] for name in ("input_ids", "attention_mask")} | {"row": row, "prompt_text": chat}
 
     def _prefills_again(self, call_repeats: bool, return_slots: bool, gates: dict, options: dict) -> bool:
@@ -265,21 +265,21 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         """The ids and the cached slots of rows whose passages were scored with the same settings."""
         questions = [question for row in rows for question in row.scored.questions]
         scored = rows[0].scored._replace(questions=questions)
-        return dict(self.answerer.cache.prepare_asked(scored, [row.prior for row in rows]))
+        return dict(self.answerer.cache.prepare_batch(scored, [row.prior for row in rows]))
 
     def _slots_of(self, rows: list[Row], model_inputs: dict[str, Any]) -> dict[str, Any]:
         """The ids and the slots of rows. Passages that were scored are encoded again: the cache serves a batch only if
         all its rows were scored, with the same settings."""
         encoded, ids = [row.slots for row in rows], []
-        for place, (row, mask) in enumerate(zip(rows, model_inputs["attention_mask"].bool(), strict=True)):
-            ids.append(model_inputs["input_ids"][place][mask].tolist())
+        for index, (row, mask) in enumerate(zip(rows, model_inputs["attention_mask"].bool(), strict=True)):
+            ids.append(model_inputs["input_ids"][index][mask].tolist())
             if row.scored is not None:
                 (question,), settings, _ = row.scored
                 settings = {name: settings.get(name) for name in SLOT_SETTINGS}
-                documents = [passage for unit in question.units[1:] for passage in unit.passages]
-                encoded[place] = self.processor.encode_documents(documents, **settings)
-                slots = [self.processor.context_token_id] * len(encoded[place].context_embeds)
-                ids[place] = [*question.units[0].head, *slots, *question.tail]
+                documents = [passage for spec in question.specs[1:] for passage in spec.passages]
+                encoded[index] = self.processor.encode_documents(documents, **settings)
+                slots = [self.processor.context_token_id] * len(encoded[index].context_embeds)
+                ids[index] = [*question.specs[0].prefix_ids, *slots, *question.suffix_ids]
         inputs = self.tokenizer.pad({"input_ids": ids}, return_tensors="pt") | pad_slots(encoded)
         if any(row.prior is not None for row in rows):
             priors = [[0.0 if row.prior is None else row.prior[number] for number in row.numbers] for row in rows]
@@ -384,26 +384,26 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         self.processor.save_pretrained(save_directory)
 
 
-def _by_document(scores: dict[int, ScoredPassage], pieces: list[Segment]) -> dict[int, float]:
-    """The highest answerability among the passages of each document; `pieces` has the place of each passage."""
+def _by_document(scores: dict[int, ScoredPassage], spans: list[Segment]) -> dict[int, float]:
+    """The highest answerability among the passages of each document; `spans` has the place of each passage."""
     # In a dictionary the last one of a document's passages counts, which is the one with the highest answerability.
     rising = sorted(scores, key=lambda number: scores[number].answerability)
-    return {pieces[number].document: scores[number].answerability for number in rising}
+    return {spans[number].document: scores[number].answerability for number in rising}
 
 
-def _trace_of(encoded: dict, pieces: Sequence[Segment], scores: dict[int, float] | None) -> dict[str, Any]:
-    """The segments and statistics of an input's slots: `pieces` has the place of each passage in its document, `scores`
+def _trace_of(encoded: dict, spans: Sequence[Segment], scores: dict[int, float] | None) -> dict[str, Any]:
+    """The segments and statistics of an input's slots: `spans` has the place of each passage in its document, `scores`
     the answerability of each document."""
     segments = encoded.get("segments", [[]])[0]
     no_slots = {"tokens": 0, "slots": 0, "compression_rate": None}
     statistics = encoded.get("statistics", [no_slots])[0]
     if scores is not None:
         statistics |= dict.fromkeys(("passage_answerabilities", "passage_confidences"), dict(sorted(scores.items())))
-    segments = [asdict(segment.of_document(pieces[segment.document])) for segment in segments]
+    segments = [asdict(segment.of_document(spans[segment.document])) for segment in segments]
     return {"segments": segments, "statistics": statistics}
 
 
-def _read_input(value: Any, documents: list | None) -> tuple[str | Chat, list | None, bool]:
+def _parse_input(value: Any, documents: list | None) -> tuple[str | Chat, list | None, bool]:
     """The prompt of an input, its documents or `None` for no slots, and whether it is a question."""
     if isinstance(value, dict):
         documents = value.get("documents", documents)

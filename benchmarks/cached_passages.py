@@ -39,7 +39,7 @@ from ..common.files import (
     digest,
     run_command,
     temporary_folder,
-    write_whole,
+    write_atomically,
 )
 from ..common.rows import Row, read_rows
 from ..configuration_arcaligner import check_length
@@ -52,7 +52,7 @@ from ..kv_cache_arcaligner import (
     join_keys_values,
     keys_values_of,
     load_keys_values,
-    read_text,
+    prefill_text,
     save_keys_values,
 )
 from ..modeling_arcaligner import ArcAlignerForCausalLM
@@ -74,8 +74,8 @@ class TextArms:
         self.cached: dict[str, torch.Tensor] = {}  # (num_layers, 2, heads, num_tokens, head_dim), by the text
         self._last: tuple[Row, Cache] | None = None
         prompt = independent_text(processor, {"question": "?", "passages": passages})
-        self.prefix = read_text(base, prompt.head)
-        start = len(prompt.head)
+        self.prefix = prefill_text(base, prompt.prefix_ids)
+        start = len(prompt.prefix_ids)
         for passage, ids in zip(passages, prompt.passages, strict=True):
             cache = cache_of(self._prefill(ids, join_keys_values([[self.prefix]], base.config)))
             self.cached[passage["text"]] = keys_values_of(cache, 0, start, start + len(ids))
@@ -99,7 +99,7 @@ class TextArms:
 
     def independent(self, row: Row, from_folder: bool) -> ModelOutput:
         """Answer from cached passages. The positions of the question continue after the longest passage."""
-        after = independent_text(self.processor, row | {"passages": []}).tail
+        after = independent_text(self.processor, row | {"passages": []}).suffix_ids
         parts = [self.prefix]
         for passage in row["passages"]:
             file = (self._path(passage), {}, self.base.config, self.base.device)
@@ -118,7 +118,7 @@ class TextArms:
 def answer_from_cache(cache: PassageCache, row: Row, tokens_per_slot: int | str) -> ModelOutput:
     """Answer a row from the cached slots of its passages."""
     inputs = cache.prepare(row["question"], documents=row["passages"], tokens_per_slot=tokens_per_slot)
-    return cache.read_question(inputs)
+    return cache.prefill_suffix(inputs)
 
 
 def answer_from_top_ranked(cache: PassageCache, row: Row, tokens_per_slot: int | str) -> ModelOutput:
@@ -242,7 +242,7 @@ def main(
         }
     typer.echo("\n".join(cached_passages_table(report)))
     typer.echo(json.dumps(report))
-    write_whole(output / CACHED_REPORT, json.dumps(report, indent=1) + "\n")
+    write_atomically(output / CACHED_REPORT, json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

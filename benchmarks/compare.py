@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..answering_arcaligner import MAX_NEW_TOKENS, Answerer, clear_text_caches
-from ..common.files import counted, describe_machine, markdown_table, read_numbered_lines, tracked, write_whole
-from ..common.rows import Row, contains_match, own_row, token_f1, usable_golds
+from ..common.files import counted, describe_machine, markdown_table, read_numbered_lines, tracked, write_atomically
+from ..common.rows import Row, contains_match, normalized_row, token_f1, usable_golds
 from ..evaluation.analyses.speed import machine_line
 from ..evaluation.answering import answer_text, load_aligner, load_text_lora
 from ..evaluation.methods import compression_title, whole_text
@@ -47,7 +47,7 @@ REMARKS = (
 
 def read_questions(path: Path) -> list[Row]:
     """The questions of a JSON Lines file, gzipped or not."""
-    rows = [own_row(row, line - 1, where=f"{path}, line {line}") for line, row in read_numbered_lines(path)]
+    rows = [normalized_row(row, line - 1, where=f"{path}, line {line}") for line, row in read_numbered_lines(path)]
     questions = [row for row in rows if row["question"].strip()]
     if not questions:
         raise ValueError(
@@ -208,11 +208,11 @@ def run_compare(
         used = "as many passages as the question needs" if max_passages is None else f"at most {max_passages}"
         remarks += [f"Only the slots of the top-ranked passages are used, {used}; the time includes the scoring."]
     lines = [*markdown_table(COLUMNS, cells), "", " ".join(remarks), "", about]
-    write_whole(output / "comparison.md", "\n".join(["# Text and slots", "", *lines, ""]))
+    write_atomically(output / "comparison.md", "\n".join(["# Text and slots", "", *lines, ""]))
     answers = [
         {"question": row["question"], "answers": row["answers"]}
         | {title: answers[number].answer for title, answers in answers_of.items()}
         for number, row in enumerate(rows)
     ]
-    write_whole(output / "answers.jsonl", "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in answers))
+    write_atomically(output / "answers.jsonl", "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in answers))
     return lines

@@ -18,7 +18,7 @@ import torch
 import typer
 from transformers import PreTrainedModel
 
-from ..common.files import DEFAULT_CHECKPOINT, SQUAD_SAMPLE, counted, describe_machine, run_command, write_whole
+from ..common.files import DEFAULT_CHECKPOINT, SQUAD_SAMPLE, counted, describe_machine, run_command, write_atomically
 from ..common.rows import Row, read_rows
 from ..configuration_arcaligner import check_length
 from ..evaluation.analyses.speed import LATENCY_REPORT, first_token_table
@@ -127,7 +127,7 @@ def main(
     typer.echo("\n".join(first_token_table(report)))
     typer.echo(json.dumps(report))
     if output is not None:
-        write_whole(output / LATENCY_REPORT, json.dumps(report, indent=1) + "\n")
+        write_atomically(output / LATENCY_REPORT, json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

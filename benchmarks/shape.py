@@ -35,9 +35,9 @@ from rich.progress import Progress, TimeElapsedColumn
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
-from ..common.files import ROOT, counted, describe_machine, markdown_table, run_command, write_whole
+from ..common.files import ROOT, counted, describe_machine, markdown_table, run_command, write_atomically
 from ..encoder_arcaligner import EncodedDocuments
-from ..kv_cache_arcaligner import cache_of, join_keys_values, read_passages, read_text
+from ..kv_cache_arcaligner import cache_of, join_keys_values, prefill_passages, prefill_text
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from .arms import base_of, prefill, quartiles, share, time_rounds, wait_for
 from .latency import parse_sizes
@@ -107,12 +107,12 @@ def slot_arms(aligner: ArcAlignerForCausalLM, batch: int, passages: int, name: s
     ids, mask, num_before = inputs["input_ids"], inputs["attention_mask"], BEFORE + passages * SLOTS[name]
     positions = aligner.prompt_positions(ids, mask, inputs.get("context_passage_ids"))
     before = ids[0, :BEFORE].tolist()
-    prefix = read_text(aligner, before)
+    prefix = prefill_text(aligner, before)
     embeds = inputs["context_embeds"][0].cpu()  # (num_slots, encoder_hidden_size)
     is_separate = aligner.config.passage_attention == "separate"  # else all passages are precomputed together
     groups = embeds.split(SLOTS[name] if is_separate else len(embeds))
     encoded = [EncodedDocuments([], group, None, torch.zeros(len(group)).long(), []) for group in groups]
-    parts = [[prefix, *read_passages(aligner, before, prefix, encoded, gate_mode="off")]] * batch
+    parts = [[prefix, *prefill_passages(aligner, before, prefix, encoded, gate_mode="off")]] * batch
     join = partial(join_keys_values, parts, aligner.config.text_config, aligner.config.passage_alignment)
     question = {"input_ids": ids[:, num_before:], "position_ids": positions[:, num_before:], "attention_mask": mask}
     cached = join()
@@ -529,8 +529,8 @@ def main(
     typer.echo(table)
     typer.echo(json.dumps(report))
     if output is not None:
-        write_whole(output / SHAPE_REPORT, json.dumps(report, indent=1) + "\n")
-        write_whole(output / "shape.md", table)
+        write_atomically(output / SHAPE_REPORT, json.dumps(report, indent=1) + "\n")
+        write_atomically(output / "shape.md", table)
 
 
 if __name__ == "__main__":

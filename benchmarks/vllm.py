@@ -44,7 +44,7 @@ from ..common.files import (
     markdown_table,
     run_command,
     temporary_folder,
-    write_whole,
+    write_atomically,
 )
 from ..common.rows import Row, read_rows
 from ..kv_cache_arcaligner import ALONE, entry_shape
@@ -343,7 +343,7 @@ def main(
         "vllm_options": vllm_options,
     }
     report |= {"bytes_per_position": per_position, "machine": describe_machine()}
-    write_whole(output / "vllm.json", json.dumps(report, indent=1) + "\n")
+    write_atomically(output / "vllm.json", json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def markdown_table(columns: Iterable[Any], rows: Iterable[Iterable[Any]] = ()) -
     return [header, "|" + "---|" * len(columns), *lines]
 
 
-def write_whole(path: str | Path, content: str | bytes | Callable[[BinaryIO], Any]) -> None:
+def write_atomically(path: str | Path, content: str | bytes | Callable[[BinaryIO], Any]) -> None:
     """Write a file atomically: under a temporary name, then renamed. Its folder is created. Other processes may write
     the same file. `content` may be a function that writes to an open file."""
     path = Path(path)

@@ -74,12 +74,12 @@ def _cut(
     """The passages of a text: their characters in the given text, and the text that is encoded."""
     from ..segmentation_arcaligner import cut_text
 
-    starts, passages = [document.read(start) for start, _ in sections], []
+    starts, passages = [document.from_original(start) for start, _ in sections], []
     tokenizer = _default_tokenizer() if tokenizer is None else tokenizer
     for start, end in cut_text(document.text, tokenizer, passage_tokens, spacy_model=spacy_model, sections=starts):
         if text := document.text[start:end].strip():
             start = document.text.index(text, start, end)
-            passages.append((document.given(start, start + len(text)), text))
+            passages.append((document.to_original(start, start + len(text)), text))
     return passages
 
 

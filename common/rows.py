@@ -93,7 +93,7 @@ def read_rows(path: str | Path) -> list[Row]:
             raise ValueError(
                 f"{path}, line {number} has no {', '.join(missing)}; expected a row with {', '.join(ROW_FIELDS)}."
             )
-        rows.append(row | own_row(row, number - 1, where=f"{path}, line {number}"))
+        rows.append(row | normalized_row(row, number - 1, where=f"{path}, line {number}"))
     return rows
 
 
@@ -102,7 +102,7 @@ _LIST, _PASSAGE = 'a list of strings, such as ["..."]', 'a string or {"title": "
 _PASSAGES = f"a list of passages, each {_PASSAGE}"
 
 
-def own_row(row: dict, index: int, *, where: str) -> Row:
+def normalized_row(row: dict, index: int, *, where: str) -> Row:
     """A row in our schema. Missing and null fields are empty, and a passage may be just its text.
 
     Raises:
@@ -210,5 +210,5 @@ def find_answer(answer: str, text: str) -> dict[str, int] | None:
     normalized = readable(text)
     if (match := re.search(pattern, normalized.text, re.IGNORECASE)) is None:
         return None
-    start, end = normalized.given(*match.span())
+    start, end = normalized.to_original(*match.span())
     return {"start": start, "end": end}

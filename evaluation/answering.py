@@ -29,7 +29,7 @@ from ..modeling_arcaligner import ADAPTER_NAME, ArcAlignerForCausalLM, slot_lora
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..tokenization_arcaligner import mark_control_tokens
 from ..train.prompts import (
-    ApartText,
+    IndependentText,
     passages_text,
     slot_inputs,
     text_inputs,
@@ -54,11 +54,11 @@ class Answer:
 # Prompts
 
 
-def independent_text(processor: ArcAlignerProcessor, row: Row) -> ApartText:
+def independent_text(processor: ArcAlignerProcessor, row: Row) -> IndependentText:
     """The prompt with the passages' text, each tokenized separately."""
     before, after = processor.split_prompt([{"role": "user", "content": row["question"]}], add_generation_prompt=True)
     row = row | {"passages": mark_control_tokens(processor.tokenizer, row["passages"])}
-    return ApartText.of(row, before, after, processor.tokenize_prompt)
+    return IndependentText.of(row, before, after, processor.tokenize_prompt)
 
 
 def count_tokens(tokenizer, texts: list[str]) -> list[int]:
@@ -145,7 +145,7 @@ def answer_independent(
 
 
 @torch.inference_mode()
-def independent_inputs(model, prompts: list[ApartText]) -> dict[str, Any]:
+def independent_inputs(model, prompts: list[IndependentText]) -> dict[str, Any]:
     """Inputs for `generate`: prompts (batch, seq_len), left-padded, with the keys and values of all tokens but the last
     one in the cache."""
     check_can_separate(model.config)

@@ -232,7 +232,7 @@ def count_slots(processor: ArcAlignerProcessor, row: Row, tokens_per_slot: int |
     if tokens_per_slot == "segment":
         return max(1, len(segments))
     tokens = tokenize_segments(processor.tokenizer, segments, row["passages"])
-    return max(1, sum(len(segment.runs(tokens_per_slot)) for segment in tokens))
+    return max(1, sum(len(segment.token_spans(tokens_per_slot)) for segment in tokens))
 
 
 def first_tokens(processor: ArcAlignerProcessor, text: str, number: int) -> str:

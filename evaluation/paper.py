@@ -20,7 +20,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..common.files import CASE_STUDIES, digest, markdown_table, read_json_lines, write_whole
+from ..common.files import CASE_STUDIES, digest, markdown_table, read_json_lines, write_atomically
 from ..common.rows import Row
 from ..pipeline_arcaligner import ArcAlignerPipeline
 from ..processing_arcaligner import ArcAlignerProcessor
@@ -181,7 +181,7 @@ class Reproduction:
             if stored["made_of"] == key:
                 return stored["numbers"]
         numbers = make()
-        write_whole(path, json.dumps({"made_of": key, "numbers": numbers}, indent=1, ensure_ascii=False))
+        write_atomically(path, json.dumps({"made_of": key, "numbers": numbers}, indent=1, ensure_ascii=False))
         return numbers
 
     def write(self, name: str, heading: str, lines: list[str], figure: Figure | None = None) -> Path:
@@ -192,7 +192,7 @@ class Reproduction:
             lines = [*lines, "", "Not measured:", "", *reasons]
         if figure is not None:
             save_figure(self.folder / f"{name}.svg", figure)
-        write_whole(path := self.folder / f"{name}.md", "\n".join([f"# {heading}", "", *picture, *lines, ""]))
+        write_atomically(path := self.folder / f"{name}.md", "\n".join([f"# {heading}", "", *picture, *lines, ""]))
         return path
 
     # Parts

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 from matplotlib.figure import Figure
 
-from ..common.files import DEFAULT_CHECKPOINT, ROOT, markdown_table, printable, run_command, write_whole
+from ..common.files import DEFAULT_CHECKPOINT, ROOT, markdown_table, printable, run_command, write_atomically
 from ..configuration_arcaligner import DEFAULT_BASE_MODEL, ArcAlignerConfig
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..share.hub import RESULTS_FILE, with_enough_questions, write_model_card
@@ -97,17 +97,17 @@ def publish(
             answers = answers_page(run, config.answerability_threshold, no_answer)
         if published["sets"]:
             results = with_published(results, published)
-        write_whole(checkpoint / RESULTS_FILE, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+        write_atomically(checkpoint / RESULTS_FILE, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
         write_model_card(config, checkpoint)
         if answers is not None:
-            write_whole(DOCS / "answers.md", answers)
+            write_atomically(DOCS / "answers.md", answers)
     if reproduced is not None:
         write_reproduced(reproduced)
     results = read_results(checkpoint / RESULTS_FILE)
     published = DOCS / "figures"
     for name in (LATENCY_REPORT, CACHED_REPORT):  # a report that was not measured again remains
         if (figures / name).exists():
-            write_whole(published / name, (figures / name).read_bytes())
+            write_atomically(published / name, (figures / name).read_bytes())
     latency = read_json(published / LATENCY_REPORT)
     save_figure(published / "rates.svg", draw_compressions(with_enough_questions(results["sets"])))
     save_figure(
@@ -170,7 +170,7 @@ def write_reproduced(folder: Path) -> None:
         lines = page.read_text(encoding="utf-8").splitlines()[1:]  # without the heading
         pictures = [name for line in lines for name in _PICTURE.findall(line)]
         for name in pictures:
-            write_whole(DOCS / "figures" / name, (folder / name).read_bytes())
+            write_atomically(DOCS / "figures" / name, (folder / name).read_bytes())
         shown = (re.sub("^##", "###", _PICTURE.sub(r"](figures/\1)", line)) for line in lines)
         write_part(DOCS / "paper.md", page.stem, [wrapped for line in shown for wrapped in _wrapped(line)])
 
@@ -193,7 +193,7 @@ def write_part(page: Path, name: str, lines: list[str]) -> None:
     if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
         raise ValueError(f"{page} lacks {start!r} followed by {end!r}, each once. Put both where the table belongs.")
     block = "\n".join(lines).strip()
-    write_whole(page, f"{text.partition(start)[0]}{start}\n{block}\n{end}{text.partition(end)[2]}")
+    write_atomically(page, f"{text.partition(start)[0]}{start}\n{block}\n{end}{text.partition(end)[2]}")
 
 
 def check_weights(run: Path, checkpoint: Path) -> None:

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..common.files import markdown_table, write_whole
+from ..common.files import markdown_table, write_atomically
 from ..share.hub import RESULTS_FILE
 from .judge import judged_scores, judges_of
 from .methods import METHODS, NEW_NAMES, find_method, sort_key
@@ -55,8 +55,8 @@ def write_results(run: Path) -> dict[str, Any]:
     """Write `results.json` and `results.md` from all answers in a run's folder. Return the content of
     `results.json`."""
     results = summarize(run)
-    write_whole(run / RESULTS_FILE, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
-    write_whole(run / "results.md", results_page(results))
+    write_atomically(run / RESULTS_FILE, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+    write_atomically(run / "results.md", results_page(results))
     return results
 
 

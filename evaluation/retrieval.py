@@ -32,7 +32,7 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.util import semantic_search
 
 from ..answering_arcaligner import search_text
-from ..common.files import digest, markdown_table, run_command, write_whole
+from ..common.files import digest, markdown_table, run_command, write_atomically
 from ..common.rows import Row, contains_match
 from ..configuration_arcaligner import DEFAULT_ENCODER
 from ..loading_arcaligner import missing_model_message, resolve_model
@@ -146,7 +146,7 @@ class DensePool:
                     raise ValueError(
                         f"The retriever returned NaN for {bad[:80]!r}. Leave this text out, or use another retriever."
                     )
-                write_whole(path, lambda file, numbers=embeddings: np.save(file, numbers.astype(np.float16)))
+                write_atomically(path, lambda file, numbers=embeddings: np.save(file, numbers.astype(np.float16)))
             yield start, torch.from_numpy(np.load(path)).float()
 
     def _part(self, start: int) -> list[dict[str, str]]:
@@ -289,7 +289,7 @@ def main(
         rows = TASKS[name].load(data, num_questions)
         _, recalls[name] = retrieve(settings, name, rows, output, device=device)
     lines = [*recall_table(recalls), "", f"Found by {retriever}; re-ranked by {reranker or 'nothing'}."]
-    write_whole(output / "recall.md", "\n".join([*lines, ""]))
+    write_atomically(output / "recall.md", "\n".join([*lines, ""]))
     typer.echo("\n".join(lines))
 
 

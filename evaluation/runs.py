@@ -18,7 +18,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from ..common.files import digest, write_whole
+from ..common.files import digest, write_atomically
 from ..common.rows import Row
 
 FLOOR = "wrong_passages"
@@ -65,7 +65,7 @@ class AnswerFile:
             self._check(settings, rows, known)
         unanswered = [row for row in rows if row["id"] not in known]
         if unanswered or not self.settings_path.exists():
-            write_whole(self.settings_path, json.dumps(settings, indent=1, ensure_ascii=False))
+            write_atomically(self.settings_path, json.dumps(settings, indent=1, ensure_ascii=False))
         return unanswered
 
     @contextlib.contextmanager

@@ -18,7 +18,7 @@ from transformers.utils import CONFIG_NAME, PROCESSOR_NAME
 
 from ..common.files import run_command
 from ..configuration_arcaligner import ArcAlignerConfig
-from ..loading_arcaligner import read_json, written_whole
+from ..loading_arcaligner import read_json, write_folder_atomically
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from .hub import RECIPE_FILE, RESULTS_FILE, write_model_card
@@ -34,7 +34,7 @@ def save_stage(
     """Write aligner, processor and the text of the recipe to `output_dir`, from which the next stage can load them.
     Training checkpoints in this folder are kept, and so are an edited model card and results of the same weights.
     `state_dict` has the weights if the model is sharded over processes."""
-    with written_whole(output_dir) as folder:
+    with write_folder_atomically(output_dir) as folder:
         if Path(output_dir, "README.md").exists():  # the new card keeps edits of the old one
             shutil.copyfile(Path(output_dir, "README.md"), folder / "README.md")
         model.save_pretrained(folder, state_dict=state_dict)

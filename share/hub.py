@@ -27,7 +27,7 @@ from huggingface_hub.utils import validate_repo_id
 from transformers.utils import logging
 
 from ..common.data_sets import LICENCES, ON_GITHUB, TRAINING_FILES
-from ..common.files import ROOT, write_whole
+from ..common.files import ROOT, write_atomically
 from ..configuration_arcaligner import REQUIREMENTS, ArcAlignerConfig
 from ..encoder_arcaligner import ENCODER_FOLDER
 from ..loading_arcaligner import CODE_FILES, check_weights
@@ -68,7 +68,7 @@ _FORMER_FILE = re.compile(
 def write_model_card(config: ArcAlignerConfig, folder: Path) -> bool:
     """Write the [`model_card`] to `README.md`, unless that file was edited. Return whether it was written."""
     if (card := model_card(config, folder)) is not None:
-        write_whole(folder / "README.md", card)
+        write_atomically(folder / "README.md", card)
     return card is not None
 
 

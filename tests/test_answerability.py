@@ -86,7 +86,7 @@ def test_cached_passages_equal_whole_prompt(processor, only):
     store = model.passage_cache(processor_with(processor, passage_attention="separate"))
     for _ in range(2):  # computed, then cached
         inputs = store.prepare(question, documents)
-        logits = store.read_question(inputs, only_answerability=only).answerability_logits
+        logits = store.prefill_suffix(inputs, only_answerability=only).answerability_logits
         expected = model(**chat_inputs(store.processor, question, documents)).answerability_logits
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)  # embeddings are float32
 

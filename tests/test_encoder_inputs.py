@@ -54,7 +54,7 @@ def test_spans_equal_plain_means(texts_and_spans, batch_tokens, processor):
     encoder, (texts, starts, ends) = processor.encoder, texts_and_spans
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(encoder_arcaligner, "CPU_TOKENS", batch_tokens)
-        embeds = encoder.encode_runs(texts, starts, ends)
+        embeds = encoder.encode_spans(texts, starts, ends)
         expected = [plain_means(encoder, *text_and_spans) for text_and_spans in zip(texts, starts, ends, strict=True)]
     torch.testing.assert_close(embeds, normalize(torch.cat(expected), dim=-1), rtol=0, atol=2e-6)
 
@@ -122,7 +122,7 @@ def test_gradients_ignore_batch_sizes(checkpoint_dir, monkeypatch):
         weights = processor.train_encoder(lora_r=2)
         for weight in weights:
             torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(0))
-        embeds = processor.encoder.encode_runs(texts, starts, ends)
+        embeds = processor.encoder.encode_spans(texts, starts, ends)
         (embeds * torch.linspace(0, 1, embeds.numel()).view_as(embeds)).sum().backward()
         gradients.append([weight.grad for weight in weights])
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)

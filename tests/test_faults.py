@@ -19,9 +19,9 @@ import tqdm
 from tiny_models import backbone_config
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
-from arcaligner.common.files import write_whole
+from arcaligner.common.files import write_atomically
 from arcaligner.kv_cache_arcaligner import load_keys_values, save_keys_values
-from arcaligner.loading_arcaligner import written_whole
+from arcaligner.loading_arcaligner import write_folder_atomically
 
 # A killed child would keep the lock that tqdm shares between processes.
 tqdm.tqdm.set_lock(threading.RLock())
@@ -64,8 +64,8 @@ def test_killed_write_keeps_old_file(tmp_path):
         if path.exists():
             assert torch.equal(load_keys_values(path, {"passages": "abc"}, config), prefix)
             path.unlink()
-        write_whole(tmp_path / "results.json", "former " * 10**4)
-        kill_while(lambda: write_whole(tmp_path / "results.json", "next " * 10**5), moment / 10)
+        write_atomically(tmp_path / "results.json", "former " * 10**4)
+        kill_while(lambda: write_atomically(tmp_path / "results.json", "next " * 10**5), moment / 10)
         assert (tmp_path / "results.json").read_text() in ("former " * 10**4, "next " * 10**5)
     assert [path.name for path in tmp_path.glob("[!.]*")] == ["results.json"]
 
@@ -81,7 +81,7 @@ def test_full_disk_restores_old_files(model, checkpoint_dir, tmp_path, monkeypat
     model.model.projector.out.bias.data.add_(1.0)
     monkeypatch.setattr("transformers.modeling_utils.safe_save_file", refuse)
     monkeypatch.setattr(os, "fsync", refuse)
-    for save in (lambda: model.save_pretrained(folder), lambda: write_whole(folder / "config.json", "{}")):
+    for save in (lambda: model.save_pretrained(folder), lambda: write_atomically(folder / "config.json", "{}")):
         with pytest.raises(OSError, match="No space left"):
             save()
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
@@ -116,7 +116,7 @@ def test_failed_move_keeps_old_files(tmp_path, fails_at, is_lasting, monkeypatch
     write(folder, FORMER)
     monkeypatch.setattr(os, "replace", fail_later)
     is_abstention = pytest.raises(OSError, match="of the disk") if fails_at < MOVES else contextlib.nullcontext()
-    with is_abstention as error, written_whole(folder) as temporary:
+    with is_abstention as error, write_folder_atomically(folder) as temporary:
         write(temporary, NEXT)
     if fails_at == MOVES:
         assert contents_of(folder) == NEXT

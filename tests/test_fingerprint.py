@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from tiny_models import tiny_aligner
 
-from arcaligner.encoder_arcaligner import GivenSlots
+from arcaligner.encoder_arcaligner import PrecomputedSlots
 from arcaligner.kv_cache_arcaligner import WatchedWeights, canonical_settings, passage_fingerprint, shared_fingerprint
 from arcaligner.modeling_arcaligner import slot_lora_layers
 
@@ -82,10 +82,15 @@ def test_passages_differ_by_their_text():
     """Passages with other text or embeddings have other fingerprints; a score does not count."""
     variants = [[PASSAGE], ["She wrote it."], [PASSAGE | {"title": "Bob"}], [PASSAGE] * 2]
     variants += [[PASSAGE | {"text": "She wrote"}, " it."]]
-    variants += [GivenSlots(embeds, None) for embeds in (EMBEDS, EMBEDS + 1e-3 * (EMBEDS == 23), EMBEDS.view(4, -1))]
+    variants += [
+        PrecomputedSlots(embeds, None) for embeds in (EMBEDS, EMBEDS + 1e-3 * (EMBEDS == 23), EMBEDS.view(4, -1))
+    ]
     prints = [passage_fingerprint([1, 2], passages)["passages"] for passages in variants]
     assert len(set(prints)) == len(prints)
-    for passages, same in ((variants[0], [PASSAGE | {"score": 0.3}]), (variants[5], GivenSlots(EMBEDS.clone(), None))):
+    for passages, same in (
+        (variants[0], [PASSAGE | {"score": 0.3}]),
+        (variants[5], PrecomputedSlots(EMBEDS.clone(), None)),
+    ):
         assert passage_fingerprint([1, 2], passages) == passage_fingerprint([1, 2], same)
         assert passage_fingerprint([1, 2], passages)["prompt"] != passage_fingerprint([1], same)["prompt"]
 

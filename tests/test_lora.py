@@ -11,7 +11,7 @@ from torch import nn
 from arcaligner import modeling_arcaligner
 from arcaligner.modeling_arcaligner import (
     ADAPTER_NAME,
-    ALL_ROWS,
+    ALL_POSITIONS,
     LEAST_ROWS,
     FrozenLinear,
     lora_on,
@@ -21,7 +21,7 @@ from arcaligner.modeling_arcaligner import (
 
 SLOTS = torch.tensor([1, 2, 5, 9])  # flat, of two rows of five
 TOGETHER = slice(3, 8)
-some_or_all_rows = pytest.mark.parametrize("rows", [SLOTS, TOGETHER, ALL_ROWS], ids=["some", "together", "all"])
+some_or_all_rows = pytest.mark.parametrize("rows", [SLOTS, TOGETHER, ALL_POSITIONS], ids=["some", "together", "all"])
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
@@ -48,7 +48,7 @@ def by_eq_3(layer, states: torch.Tensor, rows: torch.Tensor, sign: int = 1) -> t
 
 
 @pytest.mark.parametrize("with_gradients", [True, False])
-@pytest.mark.parametrize("rows", [SLOTS, TOGETHER, ALL_ROWS, torch.arange(10), torch.tensor([], dtype=torch.long)])
+@pytest.mark.parametrize("rows", [SLOTS, TOGETHER, ALL_POSITIONS, torch.arange(10), torch.tensor([], dtype=torch.long)])
 def test_residual_follows_eq_3(layer, states, rows, with_gradients):
     """On slot rows the residual is that of Eq. 3."""
     with torch.set_grad_enabled(with_gradients), lora_on(rows):
@@ -121,7 +121,7 @@ def test_changed_weights_are_used(layer, states, how, dtype):
     """The weights that inference has prepared are prepared again after any change."""
     layer.base_layer.to(dtype)
     states = states.to(dtype)
-    with torch.no_grad(), lora_on(ALL_ROWS):
+    with torch.no_grad(), lora_on(ALL_POSITIONS):
         assert not torch.equal(layer(states), layer.base_layer(states))
         make_zero(layer, how)
         assert torch.equal(layer(states), layer.base_layer(states))
@@ -176,7 +176,7 @@ def test_sharded_weights_are_cast_again(layer, states):
     """Sharding changes weights without a new version, so a change of mode drops the cast weights."""
     layer.base_layer.to(torch.bfloat16)
     states, down = states.bfloat16(), layer.lora_A[ADAPTER_NAME].weight
-    with torch.no_grad(), lora_on(ALL_ROWS):
+    with torch.no_grad(), lora_on(ALL_POSITIONS):
         layer(states)
         with torch.autograd._unsafe_preserve_version_counter(down):
             down.zero_()

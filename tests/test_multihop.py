@@ -162,7 +162,7 @@ def test_long_titles_are_read_fast():
 
 def test_few_passages_are_combined(monkeypatch):
     """If there are very many passages, only the top-ranked ones can form a pair."""
-    monkeypatch.setattr(multihop_arcaligner, "MOST_COMBINED", 2)
+    monkeypatch.setattr(multihop_arcaligner, "MAX_COMBINED", 2)
     head = MultihopHead(3)
     head.pair.copy_(torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 1.0]))
     assert best_pair(head, ASKED, [FILM, CURTIZ, ROME], {0: 1.0, 1: -1.0, 2: 0.0}, "en") == [0, 2]
@@ -184,7 +184,7 @@ def test_pair_is_selected(answerer):
     head.pair.copy_(torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 1.0]))
     (selection,) = answerer.select([ASKED], [passages])
     assert selection.numbers == [1, 3] and sorted(selection.scores) == [0, 1, 2, 3]
-    (ids,) = answerer.cache.prepare_asked(selection.asked)["input_ids"]
+    (ids,) = answerer.cache.prepare_batch(selection.batch)["input_ids"]
     (expected,) = answerer.cache.prepare([ASKED], [[CURTIZ, FILM]])["input_ids"]
     assert torch.equal(ids, expected)
 

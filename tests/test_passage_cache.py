@@ -276,7 +276,7 @@ def test_shared_folder_keeps_its_budget(model, processor, tmp_path):
     with ThreadPoolExecutor(10) as threads:
         list(threads.map(functools.partial(use, store), range(10)))
     assert [os.waitpid(worker, 0)[1] for worker in workers] == [0, 0, 0]
-    assert store.bytes == sum(prefix.nbytes for prefix in store._kept.values()) <= store.max_bytes
+    assert store.bytes == sum(prefix.nbytes for prefix in store._entries.values()) <= store.max_bytes
     assert len(list(options["folder"].glob("*.safetensors"))) == len(list(options["folder"].iterdir())) == 6
 
 
@@ -324,7 +324,7 @@ def test_every_fingerprint_field_is_compared(model, processor, tmp_path):
     with safe_open(path, framework="pt") as file:
         fingerprint = json.loads(file.metadata()["fingerprint"])
     assert len(fingerprint) > 20
-    assert torch.equal(load_keys_values(path, fingerprint, config), store._kept[path.stem])
+    assert torch.equal(load_keys_values(path, fingerprint, config), store._entries[path.stem])
     for field, value in fingerprint.items():
         expected = f"`{field}` {json.loads(json.dumps(value))!r}; expected 'other'. Use what it was made with"
         with pytest.raises(ValueError, match=re.escape(expected)):

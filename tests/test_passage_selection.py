@@ -11,7 +11,7 @@ from tiny_models import random_head
 from arcaligner import answering_arcaligner, kv_cache_arcaligner
 from arcaligner.answering_arcaligner import Answerer, maxsim_score, similarities_of
 from arcaligner.encoder_arcaligner import SlotEncoder
-from arcaligner.kv_cache_arcaligner import PassageCache, read_passages
+from arcaligner.kv_cache_arcaligner import PassageCache, prefill_passages
 
 QUESTION = "Who wrote it?"
 DOCUMENTS = ["It was written by Ada. Nobody knew how to read it aloud."]
@@ -255,12 +255,12 @@ def test_few_passages_are_scored(ask_independent, monkeypatch, limit, num_scored
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_scored_rows_are_prepared_once(ask_independent, monkeypatch, batch_size):
     """Keys and values of scored passages are combined, and prompts are written, once for the batch that is answered."""
-    counts = {name: mock.Mock(side_effect=getattr(PassageCache, name)) for name in ("ask", "prepare_asked")}
+    counts = {name: mock.Mock(side_effect=getattr(PassageCache, name)) for name in ("make_batch", "prepare_batch")}
     for name, counted in counts.items():
         monkeypatch.setattr(PassageCache, name, lambda *args, counted=counted, **kwargs: counted(*args, **kwargs))
     rows = [{"question": f"{QUESTION} {number}", "documents": MANY} for number in range(batch_size)]
     ask_independent(rows, gate_mode="off", batch_size=batch_size)
-    assert counts["ask"].call_count == batch_size and counts["prepare_asked"].call_count == 1
+    assert counts["make_batch"].call_count == batch_size and counts["prepare_batch"].call_count == 1
 
 
 @pytest.mark.parametrize(
@@ -269,8 +269,8 @@ def test_scored_rows_are_prepared_once(ask_independent, monkeypatch, batch_size)
 def test_scored_passage_is_computed_once(ask_independent, monkeypatch, options):
     """The answer uses the keys and values of the scored passage, and is that of the passage alone."""
     rows = [{"question": question, "documents": MANY} for question in (QUESTION, "When?", "Where was it?")]
-    reader = mock.Mock(side_effect=read_passages)
-    monkeypatch.setattr(kv_cache_arcaligner, "read_passages", reader)
+    reader = mock.Mock(side_effect=prefill_passages)
+    monkeypatch.setattr(kv_cache_arcaligner, "prefill_passages", reader)
     slots = mock.Mock(side_effect=ask_independent.model.model.project)
     monkeypatch.setattr(ask_independent.model.model, "project", slots)
     is_read_again = "num_beams" in options or "gate_mode" in options  # for beams, and to report the steps of gates
@@ -393,11 +393,11 @@ def test_ranking_of_several_questions(separate, cache, monkeypatch):
     """Passages of several questions are computed together, and ranked in batches."""
     documents = [[f"Passage {'more ' * number}text." for number in range(5)], PASSAGES, [" "], PASSAGES[:2]]
     questions = ["Who?", "Who wrote it, and when?", "Why?", "Where?"]
-    other, reader = separate[0].passage_cache(separate[1]), mock.Mock(side_effect=read_passages)
+    other, reader = separate[0].passage_cache(separate[1]), mock.Mock(side_effect=prefill_passages)
     pairs = zip(questions, documents, strict=True)
     expected = [score_passages(other, [question], [passages])[0] for question, passages in pairs]
     monkeypatch.setattr(kv_cache_arcaligner, "ROWS_AT_ONCE", 3)
-    monkeypatch.setattr(kv_cache_arcaligner, "read_passages", reader)
+    monkeypatch.setattr(kv_cache_arcaligner, "prefill_passages", reader)
     scores = score_passages(cache, questions, documents)
     assert reader.call_count == 1 and cache.misses == 8  # equal passages are computed once
     monkeypatch.setattr(kv_cache_arcaligner, "PASSAGES_AT_ONCE", 4)

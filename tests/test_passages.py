@@ -16,8 +16,15 @@ from test_passage_cache import FIVE_TOKENS, assert_answers
 from tiny_models import collate, for_generate, random_rows, tiny_aligner
 from transformers import StaticCache
 
+from arcaligner import encoder_arcaligner, kv_cache_arcaligner, segmentation_arcaligner
 from arcaligner.configuration_arcaligner import ArcAlignerConfig
-from arcaligner.kv_cache_arcaligner import PassageCache, SlotPrefixStore, prefill_beginning, read_passages, read_text
+from arcaligner.kv_cache_arcaligner import (
+    PassageCache,
+    SlotPrefixStore,
+    prefill_beginning,
+    prefill_passages,
+    prefill_text,
+)
 
 pytestmark = pytest.mark.usefixtures("float64_model_code")
 PASSAGES = [
@@ -177,7 +184,7 @@ def test_static_caches_hold_independent_passages():
 @pytest.mark.parametrize("room", [0, 3, 99])
 def test_joined_cache_grows(independent_processor, model, store, room, monkeypatch):
     """A combined cache can grow beyond its buffer, and a copy has its own buffer."""
-    monkeypatch.setattr("arcaligner.kv_cache_arcaligner.ROOM", room)
+    monkeypatch.setattr("arcaligner.kv_cache_arcaligner.SPARE_POSITIONS", room)
     questions, documents = ["Who wrote it?", "When?"], [PASSAGES, PASSAGES[:1]]
     with torch.inference_mode():
         inputs = store.prepare(questions, documents)
@@ -242,12 +249,12 @@ def test_packed_passages_match_single_ones(independent_processor, model, gates, 
     documents = [" ".join(["It was written by Ada."] * (1 + number % 5)) for number in range(12)]
     encoded = independent_processor.slot_encoder.encode_batch([[passage] for passage in documents])  # 33 slots
     head = independent_processor.prompt_ids("Who?")[0]
-    text, forward = read_text(model, head), mock.Mock(side_effect=model.model.forward)
-    alone = [read_passages(model, head, text, [passage], **gates)[0] for passage in encoded]
+    text, forward = prefill_text(model, head), mock.Mock(side_effect=model.model.forward)
+    alone = [prefill_passages(model, head, text, [passage], **gates)[0] for passage in encoded]
     monkeypatch.setattr(type(model.model), "forward", forward)
     monkeypatch.setattr("arcaligner.kv_cache_arcaligner.SLOTS_PER_ROW", 9)
     monkeypatch.setattr("arcaligner.kv_cache_arcaligner.SLOTS_PER_BATCH", 20)
-    for packed, other in zip(read_passages(model, head, text, encoded, **gates), alone, strict=True):
+    for packed, other in zip(prefill_passages(model, head, text, encoded, **gates), alone, strict=True):
         torch.testing.assert_close(packed, other, **EXACT)
     shapes = [tuple(call.kwargs["context_embeds"].shape[:2]) for call in forward.call_args_list]
     if gates["gate_mode"] == "off":
@@ -399,6 +406,34 @@ def test_old_cache_names_warn(independent_processor, model, tmp_path):
         assert isinstance(SlotPrefixStore(model, independent_processor), PassageCache)
     with pytest.warns(FutureWarning, match="num_cached"):
         assert store.prepare("Who?", ["Ada wrote it."]).num_kept == [1]
+    with pytest.warns(FutureWarning, match="prefill_suffix"):
+        store.read_question(store.prepare("Who?", ["Ada wrote it."]))
+
+
+def test_each_question_has_max_slots(independent_processor, model, tmp_path):
+    """`max_slots` is the limit of each question, not of all questions together."""
+    store = model.passage_cache(independent_processor, folder=tmp_path)
+    questions, documents = ["Who?", "When?"], [["Ada wrote it. Bob read it."]] * 2
+    first, second = store.prefix_files(questions, documents, max_slots=1)
+    assert first.num_slots == second.num_slots and first.num_slots[1:] == [1]
+
+
+@torch.no_grad()
+def test_old_function_names_warn(independent_processor, model):
+    """Functions of version 0.2 work for one release."""
+    with pytest.warns(FutureWarning, match="prefill_text"):
+        prefix = kv_cache_arcaligner.read_text(model, [1, 2])
+    encoded = [independent_processor.encode_documents(["Ada wrote it."])]
+    with pytest.warns(FutureWarning, match="prefill_passages"):
+        (passage,) = kv_cache_arcaligner.read_passages(model, [1, 2], prefix, encoded)
+    assert torch.equal(passage, prefill_passages(model, [1, 2], prefix, encoded)[0])
+    with pytest.warns(FutureWarning, match="equal_spans"):
+        assert segmentation_arcaligner.equal_runs(10, 4) == [(0, 3), (3, 6), (6, 10)]
+    with pytest.warns(FutureWarning, match="PrecomputedSlots"):
+        assert encoder_arcaligner.GivenSlots is encoder_arcaligner.PrecomputedSlots
+    with pytest.warns(FutureWarning, match="encode_spans"):
+        embeds = independent_processor.encoder.encode_runs(["Ada"], (), None)
+    assert torch.equal(embeds, independent_processor.encoder.encode_spans(["Ada"], (), None))
 
 
 # Priors of passages
@@ -447,10 +482,10 @@ def test_priors_are_per_row(model, store):
 def test_question_pieces_keep_prior(model, store, monkeypatch):
     prepared = [store.prepare("Who wrote it?", PASSAGES, passage_prior=[[0.0, -1.0, -2.0]]) for _ in range(3)]
     expected, _ = weighed(model, prepared[0])
-    monkeypatch.setattr("arcaligner.kv_cache_arcaligner.PIECE_POSITIONS", 2)
+    monkeypatch.setattr("arcaligner.kv_cache_arcaligner.CHUNK_POSITIONS", 2)
     logits, _ = weighed(model, prefill_beginning(model, prepared[1]))
     torch.testing.assert_close(logits, expected, **EXACT)
-    torch.testing.assert_close(store.read_question(prepared[2]).logits[:, 0], expected[:, 0], **EXACT)
+    torch.testing.assert_close(store.prefill_suffix(prepared[2]).logits[:, 0], expected[:, 0], **EXACT)
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_int8_passages(processor, tmp_path):
             for restored, original in ((layer.keys, other.keys), (layer.values, other.values)):
                 step = original.abs().amax(dim=-1, keepdim=True) / 127
                 assert ((restored - original).abs() <= 0.5 * step + 1e-6).all()
-    head = next(iter(exact._kept.values())).nbytes  # the text before the slots is not quantized
+    head = next(iter(exact._entries.values())).nbytes  # the text before the slots is not quantized
     assert (small.bytes - head) * 4 * 8 == (exact.bytes - head) * (8 + 4)  # 8 numbers in float32, or with a scale
     with pytest.raises(ValueError, match="`dtype` is 'int4'; expected .int8."):
         model.passage_cache(processor, dtype="int4")

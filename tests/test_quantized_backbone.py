@@ -12,7 +12,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from arcaligner import ArcAlignerForCausalLM
-from arcaligner.loading_arcaligner import _check_aligner_is_whole
+from arcaligner.loading_arcaligner import _check_aligner_is_complete
 
 
 def quantization(name):
@@ -78,4 +78,4 @@ def test_quantized_aligner_is_refused(model):
     with pytest.raises(
         ValueError, match="changed 1 weights of the aligner .first: `model.projector.*Int8Parameter.; exp"
     ):
-        _check_aligner_is_whole(model)
+        _check_aligner_is_complete(model)

@@ -68,14 +68,17 @@ def test_normalization_is_idempotent(text):
     assert unicodedata.is_normalized("NFC", clean.text)
     before = 0
     for place in range(len(clean.text)):
-        start, end = clean.given(place, place + 1)
+        start, end = clean.to_original(place, place + 1)
         assert before <= start < end <= len(text)
         is_alone = clean.text[place] in readable(text[start:end]).text
         # A variation selector is dropped without the character before it.
         assert is_alone or clean.text[place] == "\ufe0f" or "&" in text or "-" in text or "\x08" in text
-        assert clean.read(start) <= place
+        assert clean.from_original(start) <= place
         before = start
-    assert clean.given(0, 0) == (clean.given(0, 1)[0] if clean.text else clean.given(0, 0)[0], clean.given(0, 0)[1])
+    assert clean.to_original(0, 0) == (
+        clean.to_original(0, 1)[0] if clean.text else clean.to_original(0, 0)[0],
+        clean.to_original(0, 0)[1],
+    )
 
 
 @settings(deadline=None, max_examples=80)
@@ -84,7 +87,7 @@ def test_cleaning_twice_changes_nothing(text):
     clean = readable(text)
     assert readable(clean.text) == (clean.text, ())
     for place in range(len(clean.text)):
-        start, end = clean.given(place, place + 1)
+        start, end = clean.to_original(place, place + 1)
         assert 0 <= start < end <= len(text)
 
 

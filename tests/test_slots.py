@@ -21,7 +21,7 @@ from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor, encoder_arcal
 from arcaligner.answering_arcaligner import maxsim_score
 from arcaligner.encoder_arcaligner import SentenceEncoder, fastest_dtype
 from arcaligner.modeling_arcaligner import ContextProjector
-from arcaligner.segmentation_arcaligner import equal_runs, segment_document
+from arcaligner.segmentation_arcaligner import equal_spans, segment_document
 from arcaligner.train.recipe import resolve_dtype
 from arcaligner.train.sft import set_word_statistics
 
@@ -49,7 +49,7 @@ def reads_of(longest):
 )
 def test_segments_keep_order(text, sentences, longest):
     """Segments keep order and offsets, and lose only white space."""
-    segments = segment_document(text, 3, sentences_per_segment=sentences, num_reads=reads_of(longest))
+    segments = segment_document(text, 3, sentences_per_segment=sentences, num_parts=reads_of(longest))
     ends = [0]
     for segment in segments:
         assert text[segment.start : segment.end] == segment.text and segment.document == 3
@@ -69,7 +69,7 @@ URL = "https://" + "example.com/!?" * 20
         ("Aaaa bbbb cccc dddd.", {"sentences_per_segment": 0.5}, ["Aaaa bbbb", "cccc dddd."]),  # nearest to the middle
         ("Stop!", {"sentences_per_segment": 0.5}, ["Stop!"]),  # a single word is not split
         (TEXT, {"sentences_per_segment": 3}, ["One is here. Two goes there!  Is three next?", "Four ends it."]),
-        ("aa bb cc dd ee", {"num_reads": reads_of(6)}, ["aa bb", "cc", "dd ee"]),  # split at spaces
+        ("aa bb cc dd ee", {"num_parts": reads_of(6)}, ["aa bb", "cc", "dd ee"]),  # split at spaces
         (f"See {URL}page. It is long! Yes.", {}, [f"See {URL}page.", "It is long!", "Yes."]),
     ],
 )
@@ -81,7 +81,7 @@ def test_segments_halve_or_merge_sentences(text, options, expected):
 def test_segmentation_takes_linear_time(text):
     """On runs of brackets, spaCy's own tokenizer needs 25 seconds for 10,000 characters, four times that for 20,000."""
     text, start = (text * 100_000)[:100_000], time.process_time()
-    segments = segment_document(text, sentences_per_segment=0.5, num_reads=reads_of(500))
+    segments = segment_document(text, sentences_per_segment=0.5, num_parts=reads_of(500))
     assert time.process_time() - start < 3
     assert "".join("".join(segment.text for segment in segments).split()) == "".join(text.split())
 
@@ -172,7 +172,7 @@ def test_long_passages_match_every_word(processor, monkeypatch):
     maxsim_score(processor, "Which one?", [long])
     question, *pieces = encoded
     assert question == "Which one?" and " ".join(pieces) == long
-    assert len(pieces) > 1 and {encoder.num_reads(piece) for piece in pieces} == {1}
+    assert len(pieces) > 1 and {encoder.num_parts(piece) for piece in pieces} == {1}
 
 
 def test_bfloat16_embeddings_are_normalized(load, checkpoint_dir, trained):
@@ -247,7 +247,7 @@ def words_model(words_dir: Path) -> ArcAlignerForCausalLM:
 @given(num_tokens=st.integers(1, 200), tokens_per_slot=st.integers(1, 40))
 def test_spans_have_equal_lengths(num_tokens, tokens_per_slot):
     """Spans contain all tokens in order, and have about the requested length."""
-    runs = equal_runs(num_tokens, tokens_per_slot)
+    runs = equal_spans(num_tokens, tokens_per_slot)
     lengths = [end - start for start, end in runs]
     assert [start for start, _ in runs] == [0, *[end for _, end in runs][:-1]] and runs[-1][1] == num_tokens
     assert max(lengths) - min(lengths) <= 1

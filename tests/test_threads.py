@@ -64,7 +64,7 @@ def test_counting_leaves_cut_texts_alone(encoder_dir, request):
     encoder = SentenceEncoder(str(encoder_dir))
     encoder.device = "cpu"
     expected = encoder.encode(TEXTS)
-    calls = [lambda: [encoder.num_reads(TEXTS[1]) for _ in range(200)], *[lambda: encoder.encode(TEXTS * 20)] * 7]
+    calls = [lambda: [encoder.num_parts(TEXTS[1]) for _ in range(200)], *[lambda: encoder.encode(TEXTS * 20)] * 7]
     for embeds in at_once(calls)[1:]:
         torch.testing.assert_close(embeds, expected.repeat(20, 1))
 

@@ -13,9 +13,9 @@ from torch.utils.data import Dataset, Sampler
 
 from ..common.files import stable_number
 from ..encoder_arcaligner import EncoderInputs, EncoderTokenizer
-from ..segmentation_arcaligner import count_slots, run_ends
+from ..segmentation_arcaligner import count_slots, span_ends
 
-RATE = "tokens_per_slot"  # key that an example of a `TokenBatches` has in addition
+COMPRESSION_KEY = "tokens_per_slot"  # key that an example of a `TokenBatches` has in addition
 # Number of batches that are composed together, from examples in order of length, so that they need little padding.
 BATCHES_PER_POOL = 8
 EXAMPLES_PER_BLOCK = 2048
@@ -33,18 +33,19 @@ class TokenBatches(Sampler[list[tuple[int, int | str]]]):
     Args:
         lengths (`dict[int | str, np.ndarray]`): The positions of each example for each number of tokens per slot, from
             [`example_lengths`].
-        rates (`Sequence`): Tokens per slot to draw from; an entry that is listed twice is drawn twice as often.
+        compressions (`Sequence`): Tokens per slot to draw from; an entry that is listed twice is drawn twice as often.
         batch_tokens (`int`): Maximum number of positions of a batch, padding included.
         num_batches (`int`): Batches of the run.
         seed (`int`): The run's seed.
 
-    Yields lists of pairs for [`RatedExamples`]: the number of an example, and the tokens per slot of the batch.
+    Yields lists of pairs for [`ExamplesWithCompression`]: the number of an example, and the tokens per slot of the
+    batch.
     """
 
     def __init__(
         self,
         lengths: dict[int | str, np.ndarray],
-        rates: Sequence[int | str],
+        compressions: Sequence[int | str],
         batch_tokens: int,
         num_batches: int,
         seed: int,
@@ -55,7 +56,7 @@ class TokenBatches(Sampler[list[tuple[int, int | str]]]):
                 f"`batch_tokens` is {batch_tokens}, but the longest example takes {longest} positions. Raise "
                 "`batch_tokens`, or lower `max_tokens`."
             )
-        self.lengths, self.rates, self.batch_tokens = lengths, rates, batch_tokens
+        self.lengths, self.compressions, self.batch_tokens = lengths, compressions, batch_tokens
         self.num_batches, self.seed = num_batches, seed
 
     def __len__(self) -> int:
@@ -63,18 +64,18 @@ class TokenBatches(Sampler[list[tuple[int, int | str]]]):
 
     def __iter__(self) -> Iterator[list[tuple[int, int | str]]]:
         draw, num_left = np.random.default_rng(self.seed), self.num_batches
-        num_examples = len(self.lengths[self.rates[0]])
+        num_examples = len(self.lengths[self.compressions[0]])
         waiting = np.empty(0, dtype=np.int64)
         while num_left:
-            rate = self.rates[draw.integers(len(self.rates))]
-            sizes = self.lengths[rate]
+            tokens_per_slot = self.compressions[draw.integers(len(self.compressions))]
+            sizes = self.lengths[tokens_per_slot]
             while sizes[waiting].sum() < BATCHES_PER_POOL * self.batch_tokens:
                 waiting = np.concatenate([waiting, draw.permutation(num_examples)])
             num_pooled = int(np.searchsorted(sizes[waiting].cumsum(), BATCHES_PER_POOL * self.batch_tokens)) + 1
             batches, rest = self._compose(waiting[:num_pooled], sizes, is_descending=draw.random() < 0.5)
             waiting = np.concatenate([rest, waiting[num_pooled:]])
             for number in draw.permutation(len(batches))[:num_left]:
-                yield [(example, rate) for example in batches[number]]
+                yield [(example, tokens_per_slot) for example in batches[number]]
             num_left = max(0, num_left - len(batches))
 
     def _compose(self, pool: np.ndarray, sizes: np.ndarray, is_descending: bool) -> tuple[list[list[int]], np.ndarray]:
@@ -89,7 +90,7 @@ class TokenBatches(Sampler[list[tuple[int, int | str]]]):
         return batches, order[start:]
 
 
-class RatedExamples(Dataset):
+class ExamplesWithCompression(Dataset):
     """Examples for a [`TokenBatches`]: a key is the number of an example and the tokens per slot of its batch."""
 
     def __init__(self, examples: datasets.Dataset):
@@ -100,22 +101,25 @@ class RatedExamples(Dataset):
 
     def __getitems__(self, keys: Sequence[tuple[int, int | str]]) -> list[dict[str, Any]]:
         examples = self.examples.__getitems__([number for number, _ in keys])
-        return [example | {RATE: rate} for example, (_, rate) in zip(examples, keys, strict=True)]
+        return [
+            example | {COMPRESSION_KEY: tokens_per_slot}
+            for example, (_, tokens_per_slot) in zip(examples, keys, strict=True)
+        ]
 
 
-def example_lengths(examples: datasets.Dataset, rates: Sequence[int | str]) -> dict[int | str, np.ndarray]:
+def example_lengths(examples: datasets.Dataset, compressions: Sequence[int | str]) -> dict[int | str, np.ndarray]:
     """The positions of each example for each number of tokens per slot: the beginning of its prompt, its slots, and its
     turns, each (num_examples,)."""
-    lengths: dict[int | str, list[np.ndarray]] = {rate: [] for rate in rates}
+    lengths: dict[int | str, list[np.ndarray]] = {tokens_per_slot: [] for tokens_per_slot in compressions}
     columns = examples.select_columns(["head", "turns", "segments"]).with_format("arrow")
     for table in columns.iter(EXAMPLES_PER_BLOCK):
         head, turns, segments = (table[name].combine_chunks() for name in ("head", "turns", "segments"))
         num_text_tokens = _numpy(pc.list_value_length(head)) + _sums(turns, "input_ids")
         owners, num_tokens = _list_lengths(segments, "word_ids")
-        for rate, blocks in lengths.items():
-            slots = np.bincount(owners, weights=count_slots(num_tokens, rate), minlength=len(table))
+        for tokens_per_slot, blocks in lengths.items():
+            slots = np.bincount(owners, weights=count_slots(num_tokens, tokens_per_slot), minlength=len(table))
             blocks.append(num_text_tokens + slots.astype(np.int64))
-    return {rate: np.concatenate(blocks) for rate, blocks in lengths.items()}
+    return {tokens_per_slot: np.concatenate(blocks) for tokens_per_slot, blocks in lengths.items()}
 
 
 def _list_lengths(structs, field: str) -> tuple[np.ndarray, np.ndarray]:
@@ -132,13 +136,13 @@ def _numpy(array) -> np.ndarray:
     return array.to_numpy(zero_copy_only=False).astype(np.int64)
 
 
-def drawn_rate(rows: Sequence[dict[str, Any]], rates: Sequence[int | str]) -> int | str:
+def drawn_tokens_per_slot(rows: Sequence[dict[str, Any]], compressions: Sequence[int | str]) -> int | str:
     """The tokens per slot of a batch, the same for all rows, so that they have similar lengths. A [`TokenBatches`] has
     drawn them already. Without one, they depend on the ids of the rows, so that a resumed run needs no state of a
     random generator."""
-    if RATE in rows[0]:
-        return rows[0][RATE]
-    return rates[stable_number("rate:" + ":".join(row["row_id"] for row in rows), len(rates))]
+    if COMPRESSION_KEY in rows[0]:
+        return rows[0][COMPRESSION_KEY]
+    return compressions[stable_number("rate:" + ":".join(row["row_id"] for row in rows), len(compressions))]
 
 
 def padded(rows: Sequence[Sequence[int]], value: int, side: str = "right") -> torch.LongTensor:
@@ -153,21 +157,21 @@ def padded(rows: Sequence[Sequence[int]], value: int, side: str = "right") -> to
 def encoder_inputs(
     tokenizer: EncoderTokenizer,
     segments: Sequence[dict[str, Any]],
-    rate: int | str,
-    places: torch.LongTensor,
-    num_places: int,
+    tokens_per_slot: int | str,
+    slot_indices: torch.LongTensor,
+    num_indices: int,
 ) -> EncoderInputs:
-    """Encoder inputs of segments, whose slots go to the `places` (num_slots,) among `num_places`."""
+    """Encoder inputs of segments, whose slots go to the `slot_indices` (num_slots,) among `num_indices`."""
     texts, starts = ([segment[name] for segment in segments] for name in ("encoder_text", "encoder_start"))
     ends = None
-    if rate != "segment":
-        ends = [run_ends(segment["encoder_start"], segment["word_ends"], rate) for segment in segments]
-    return tokenizer(texts, starts, ends).placed(places, num_places)
+    if tokens_per_slot != "segment":
+        ends = [span_ends(segment["encoder_start"], segment["word_ends"], tokens_per_slot) for segment in segments]
+    return tokenizer(texts, starts, ends).placed(slot_indices, num_indices)
 
 
-def placed_words(words: list[list[int]], places: torch.LongTensor, shape: Sequence[int]) -> torch.LongTensor:
+def placed_words(words: list[list[int]], slot_indices: torch.LongTensor, shape: Sequence[int]) -> torch.LongTensor:
     """The word ids of each slot at its place, (*shape, max_words), -1 elsewhere; `shape` (rows, max_slots)."""
     word_ids = padded(words, -1)  # (num_slots, max_words)
     placed = torch.full((shape[0] * shape[1], word_ids.shape[1]), -1)
-    placed[places] = word_ids
+    placed[slot_indices] = word_ids
     return placed.view(*shape, -1)

@@ -33,19 +33,19 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, set_seed
 from transformers.modeling_outputs import CausalLMOutput
 
-from ..common.files import write_whole
+from ..common.files import write_atomically
 from ..common.rows import Row
-from ..loading_arcaligner import resolve_model, written_whole
+from ..loading_arcaligner import resolve_model, write_folder_atomically
 from ..modeling_arcaligner import head_nll
 from .batches import padded
 from .examples import choose_template, missing_part, open_corpus
-from .prompts import ApartText, passages_text, text_prompt
+from .prompts import IndependentText, passages_text, text_prompt
 from .recipe import TextTrainingConfig, run_script, with_help
 from .run import claim_folder, last_checkpoint
 
 logger = logging.getLogger(__name__)
 
-RUN = 128  # tokens of a passage that are compressed together, as in the paper
+SPAN_TOKENS = 128  # tokens of a passage that are compressed together, as in the paper
 SETTINGS, TOKENS = "cocom.json", "compression_tokens.safetensors"  # next to PEFT's files
 
 
@@ -113,7 +113,7 @@ class CompressingModel(nn.Module):
         table = model.get_input_embeddings().weight.detach().float()
         self.compression_token = nn.Parameter(table.mean(dim=0))  # (hidden,)
         self.norm = nn.Parameter(table.norm(dim=1).mean())
-        self.register_state_dict_post_hook(_trained_alone)
+        self.register_state_dict_post_hook(_drop_frozen_weights)
 
     @classmethod
     def new(cls, base, recipe: CocomArguments) -> "CompressingModel":
@@ -135,22 +135,22 @@ class CompressingModel(nn.Module):
         replaces."""
         tokens = {"compression_token": self.compression_token, "norm": self.norm}
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tokens.items()}, Path(folder, TOKENS))
-        write_whole(Path(folder, SETTINGS), json.dumps({"tokens_per_slot": self.tokens_per_slot}) + "\n")
+        write_atomically(Path(folder, SETTINGS), json.dumps({"tokens_per_slot": self.tokens_per_slot}) + "\n")
         self.model.save_pretrained(str(folder))
 
     def num_slots(self, ids: Sequence[int]) -> int:
         """The number of compression tokens of a passage."""
-        return sum(math.ceil(len(part) / self.tokens_per_slot) for part in runs(ids))
+        return sum(math.ceil(len(part) / self.tokens_per_slot) for part in spans_of(ids))
 
     def compress(self, ids: torch.LongTensor, mask: torch.BoolTensor) -> torch.Tensor:
         """Last hidden states (num_slots, hidden) of the compression tokens that are appended to the spans `ids`
-        (num_runs, longest), in the order of the spans. `ids` are left-padded; `mask` is true at their tokens."""
-        counts = (mask.sum(dim=1) + self.tokens_per_slot - 1) // self.tokens_per_slot  # (num_runs,)
-        embeds = self.model.get_input_embeddings()(ids)  # (num_runs, longest, hidden)
-        places = torch.arange(int(counts.max()), device=ids.device)
-        is_token = places < counts[:, None]  # (num_runs, most)
+        (num_spans, longest), in the order of the spans. `ids` are left-padded; `mask` is true at their tokens."""
+        counts = (mask.sum(dim=1) + self.tokens_per_slot - 1) // self.tokens_per_slot  # (num_spans,)
+        embeds = self.model.get_input_embeddings()(ids)  # (num_spans, longest, hidden)
+        indices = torch.arange(int(counts.max()), device=ids.device)
+        is_token = indices < counts[:, None]  # (num_spans, most)
         tokens = self.compression_token.to(embeds.dtype).expand(*is_token.shape, -1)
-        attention_mask = torch.cat([mask, is_token], dim=1)  # (num_runs, longest + most)
+        attention_mask = torch.cat([mask, is_token], dim=1)  # (num_spans, longest + most)
         states = (
             self.model.get_base_model()
             .base_model(
@@ -163,20 +163,20 @@ class CompressingModel(nn.Module):
         )
         return nn.functional.normalize(states[is_token], dim=-1) * self.norm.to(states.dtype)
 
-    def embed(self, input_ids, slot_mask, run_ids, run_mask) -> torch.Tensor:
+    def embed(self, input_ids, slot_mask, span_ids, span_mask) -> torch.Tensor:
         """Embeddings (batch, seq_len, hidden) of prompts, with the compressed passages where `slot_mask` is true."""
         embeds = self.model.get_input_embeddings()(input_ids)
         if not slot_mask.any():
             return embeds
-        slots = self.compress(run_ids, run_mask)
+        slots = self.compress(span_ids, span_mask)
         return embeds.masked_scatter(slot_mask[:, :, None], slots.to(embeds.dtype))
 
     def forward(
-        self, input_ids, slot_mask, run_ids, run_mask, attention_mask, labels, num_items_in_batch=None
+        self, input_ids, slot_mask, span_ids, span_mask, attention_mask, labels, num_items_in_batch=None
     ) -> CausalLMOutput:
         """The mean NLL of the labeled positions or, with `num_items_in_batch`, their sum divided by it. The other
         inputs are those of [`CocomCollator`]. Logits of other positions are not computed."""
-        embeds, base = self.embed(input_ids, slot_mask, run_ids, run_mask), self.model.get_base_model()
+        embeds, base = self.embed(input_ids, slot_mask, span_ids, span_mask), self.model.get_base_model()
         states = base.base_model(inputs_embeds=embeds, attention_mask=attention_mask, use_cache=False)
         targets = labels[:, 1:]  # (batch, seq_len - 1)
         is_target = targets != -100
@@ -185,7 +185,7 @@ class CompressingModel(nn.Module):
         return CausalLMOutput(loss=nll / (is_target.sum() if num_items_in_batch is None else num_items_in_batch))
 
 
-def _trained_alone(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: dict) -> None:
+def _drop_frozen_weights(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: dict) -> None:
     """Remove the weights that are not trained, those of the base model, from the `state` of a checkpoint."""
     trained = {f"{prefix}{name}" for name, parameter in module.named_parameters() if parameter.requires_grad}
     for name in [name for name in state if name not in trained]:
@@ -195,9 +195,9 @@ def _trained_alone(module: nn.Module, state: dict[str, torch.Tensor], prefix: st
 # Examples
 
 
-def runs(ids: Sequence[int]) -> Iterator[Sequence[int]]:
+def spans_of(ids: Sequence[int]) -> Iterator[Sequence[int]]:
     """The spans of a passage that are compressed together."""
-    return (ids[start : start + RUN] for start in range(0, len(ids), RUN))
+    return (ids[start : start + SPAN_TOKENS] for start in range(0, len(ids), SPAN_TOKENS))
 
 
 def tokenize(row: Row, tokenizer, asks: bool) -> dict[str, Any]:
@@ -209,18 +209,18 @@ def tokenize(row: Row, tokenizer, asks: bool) -> dict[str, Any]:
     target = row["answers"][0] if asks else passages_text(row)
     messages = [{"role": "user", "content": content}, {"role": "assistant", "content": target}]
     prompt = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
-    whole = tokenizer.apply_chat_template(messages, tokenize=False)
-    if not whole.startswith(prompt):
+    conversation = tokenizer.apply_chat_template(messages, tokenize=False)
+    if not conversation.startswith(prompt):
         raise ValueError(
-            f"Row {row['id']}: the conversation {whole!r} does not begin with its prompt {prompt!r}, so the answer "
-            "cannot be separated from the prompt. Choose another `chat_template_path`."
+            f"Row {row['id']}: the conversation {conversation!r} does not begin with its prompt {prompt!r}, so the "
+            "answer cannot be separated from the prompt. Choose another `chat_template_path`."
         )
 
     def ids_of(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    parts = ApartText.of(row, *prompt.split(mark), ids_of)
-    return {**parts._asdict(), "target": ids_of(whole.removeprefix(prompt).rstrip())}
+    parts = IndependentText.of(row, *prompt.split(mark), ids_of)
+    return {**parts._asdict(), "target": ids_of(conversation.removeprefix(prompt).rstrip())}
 
 
 def build_dataset(recipe: CocomArguments, tokenizer, seed: int) -> datasets.Dataset:
@@ -251,7 +251,7 @@ def build_dataset(recipe: CocomArguments, tokenizer, seed: int) -> datasets.Data
 class CocomCollator:
     """
     Makes a padded batch: `input_ids`, `slot_mask`, `attention_mask` and `labels` (batch, seq_len), and the spans of all
-    passages in order, left-padded: `run_ids` and `run_mask` (num_runs, longest).
+    passages in order, left-padded: `span_ids` and `span_mask` (num_spans, longest).
     """
 
     pad_token_id: int
@@ -259,23 +259,23 @@ class CocomCollator:
     padding_side: str = "right"
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        row_spans = [[span for passage in row["passages"] for span in runs(passage)] for row in rows]
+        row_spans = [[span for passage in row["passages"] for span in spans_of(passage)] for row in rows]
         ids, slots, labels = [], [], []
         for row, spans in zip(rows, row_spans, strict=True):
             count = sum(math.ceil(len(span) / self.tokens_per_slot) for span in spans)
-            around = row["head"] + [self.pad_token_id] * count + row["tail"]
+            around = row["prefix_ids"] + [self.pad_token_id] * count + row["suffix_ids"]
             target = row.get("target", [])
             ids.append(around + target)
-            slots.append([0] * len(row["head"]) + [1] * count + [0] * (len(row["tail"]) + len(target)))
+            slots.append([0] * len(row["prefix_ids"]) + [1] * count + [0] * (len(row["suffix_ids"]) + len(target)))
             labels.append([-100] * len(around) + target)
-        all_runs = [span for spans in row_spans for span in spans] or [[self.pad_token_id]]
+        all_spans = [span for spans in row_spans for span in spans] or [[self.pad_token_id]]
         return {
             "input_ids": padded(ids, self.pad_token_id, self.padding_side),
             "slot_mask": padded(slots, 0, self.padding_side).bool(),
             "attention_mask": padded([[1] * len(row) for row in ids], 0, self.padding_side),
             "labels": padded(labels, -100, self.padding_side),
-            "run_ids": padded(all_runs, self.pad_token_id, "left"),
-            "run_mask": padded([[1] * len(span) for span in all_runs], 0, "left").bool(),
+            "span_ids": padded(all_spans, self.pad_token_id, "left"),
+            "span_mask": padded([[1] * len(span) for span in all_spans], 0, "left").bool(),
         }
 
 
@@ -304,7 +304,7 @@ def train(recipe: CocomArguments, args: TextTrainingConfig, settings: str) -> No
             data_collator=CocomCollator(tokenizer.pad_token_id or 0, recipe.tokens_per_slot),
         )
         trainer.train(resume_from_checkpoint=last_checkpoint(args.output_dir))
-        with written_whole(args.output_dir, last=CONFIG_NAME) as folder:
+        with write_folder_atomically(args.output_dir, last=CONFIG_NAME) as folder:
             model.save(folder)
         logger.info("saved the trained weights in %s", args.output_dir)
 

@@ -30,41 +30,41 @@ from tqdm.auto import tqdm
 from transformers.utils import PROCESSOR_NAME
 
 from ..answering_arcaligner import MAX_NEW_TOKENS, AnsweringCall, maxsim_score
-from ..common.files import markdown_table, run_command, stable_number, write_whole
+from ..common.files import markdown_table, run_command, stable_number, write_atomically
 from ..common.rows import Row, token_f1
 from ..loading_arcaligner import read_json
 from ..modeling_arcaligner import ArcAlignerForCausalLM, LayerStates
 from ..processing_arcaligner import ArcAlignerProcessor
-from .distractors import NearestPassages, own_passages
+from .distractors import NearestPassages, needed_and_others
 from .examples import open_part
 from .prompts import slot_inputs
 from .recipe import RecipeArguments
-from .validate import BATCH, asked_rows, load_mean, read_recipe
+from .validate import BATCH, load_mean, question_rows, read_recipe
 
 # First and last layer that the head uses, as shares of the backbone's depth: these layers have located the answer, and
 # have not yet turned it into words.
 DEPTHS = (0.45, 0.8)
 STRENGTHS = (1e-3, 3e-3, 1e-2, 3e-2)  # inverse regularization, of which cross-validation chooses one
 IN_ARTICLE = 0.5  # share of the passages without an answer that are of the same article
-WRONGLY_REFUSED = 0.06  # share of answerable questions below the threshold
-RATES = (2, 4, 8, 16, "segment")
+WRONGLY_ABSTAINED = 0.06  # share of answerable questions below the threshold
+COMPRESSIONS = (2, 4, 8, 16, "segment")
 RIGHT = 0.5  # F1 from which an answer is right
 SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)  # of answers that remain if the least certain are left out
 NO_ANSWER = "not in the text"  # `no_answer` of the processor, unless it has one already
 
 
 def partly_unanswerable(recipe: RecipeArguments, number: int, share: float, held_out: bool = True) -> list[Row]:
-    """The rows of `asked_rows`. In a `share` of them, the nearest passage without the answer replaces their passages.
-    For some of them it is of the same article, which is harder. `is_answered` is true in the other rows."""
+    """The rows of `question_rows`. In a `share` of them, the nearest passage without the answer replaces their
+    passages. For some of them it is of the same article, which is harder. `is_answered` is true in the other rows."""
     nearest = {source: NearestPassages(open_part(recipe, source, held_out)) for source in recipe.train_files}
     rows = []
-    for row in asked_rows(recipe, number, held_out):
+    for row in question_rows(recipe, number, held_out):
         near = []
         if stable_number(f"unanswerable:{row['id']}", 100) < 100 * share:
             find, query = nearest[row["source"]].without_answer, (row["question"], row["answers"], row["passages"], 1)
             is_inside = stable_number(f"in article:{row['id']}", 100) < 100 * IN_ARTICLE
             near = (is_inside and find(*query, in_article=True)) or find(*query)
-        rows.append(row | {"passages": near or own_passages(row)[0], "is_answered": not near})
+        rows.append(row | {"passages": near or needed_and_others(row)[0], "is_answered": not near})
     return rows
 
 
@@ -80,22 +80,24 @@ def last_states(
     model: ArcAlignerForCausalLM,
     processor: ArcAlignerProcessor,
     rows: list[Row],
-    rate: int | str,
+    tokens_per_slot: int | str,
     layers: list[int],
 ) -> np.ndarray:
     """The outputs of `layers` at the last token of each row's prompt, (rows, layers * hidden), float32."""
     order = by_length(rows)
     states = np.zeros((len(rows), len(layers) * model.config.text_config.hidden_size), dtype=np.float32)
-    for start in tqdm(range(0, len(order), BATCH), desc=f"hidden states, tokens_per_slot={rate}", leave=False):
+    for start in tqdm(
+        range(0, len(order), BATCH), desc=f"hidden states, tokens_per_slot={tokens_per_slot}", leave=False
+    ):
         numbers = order[start : start + BATCH]
-        inputs = slot_inputs(processor, [rows[number] for number in numbers], tokens_per_slot=rate)
+        inputs = slot_inputs(processor, [rows[number] for number in numbers], tokens_per_slot=tokens_per_slot)
         layer_states = LayerStates(layers, are_all=True)
         model.model(**inputs, use_cache=False, layer_states=layer_states)
         states[numbers] = layer_states.stacked().flatten(1).float().numpy()
     return states
 
 
-def fit_probe(states: np.ndarray, is_answered: np.ndarray) -> tuple[np.ndarray, float]:
+def fit_head(states: np.ndarray, is_answered: np.ndarray) -> tuple[np.ndarray, float]:
     """Weights (features,) and bias of a logistic regression from `states` (rows, features) to `is_answered` (rows,)."""
     search = GridSearchCV(LogisticRegression(max_iter=1000), {"C": STRENGTHS}, scoring="neg_log_loss", cv=3)
     scaler, fitted_search = make_pipeline(StandardScaler(), search).fit(states, is_answered)
@@ -111,48 +113,53 @@ def calibrate(is_answered: np.ndarray, *evidence: np.ndarray) -> tuple[float, ..
     return *regression.coef_[0].tolist(), float(regression.intercept_[0])
 
 
-def fit_confidence(
+def fit_answerability(
     model: ArcAlignerForCausalLM,
     processor: ArcAlignerProcessor,
     recipe: RecipeArguments,
     number: int,
     number_held_out: int,
-    rates: tuple[int | str, ...],
+    compressions: tuple[int | str, ...],
 ) -> dict[str, dict[str, float]]:
     """Give `model` a fitted answerability head. Return its accuracy on the held-out questions at each number of tokens
     per slot."""
     num_layers, width = model.config.text_config.num_hidden_layers, model.config.text_config.hidden_size
     layers = list(range(math.floor(DEPTHS[0] * num_layers), math.ceil(DEPTHS[1] * num_layers)))
     rows = partly_unanswerable(recipe, number, share=0.5, held_out=False)
-    parts = [rows[place :: len(rates)] for place in range(len(rates))]
-    states = [last_states(model, processor, part, rate, layers) for part, rate in zip(parts, rates, strict=True)]
-    weight, bias = fit_probe(np.concatenate(states), np.array([row["is_answered"] for part in parts for row in part]))
+    parts = [rows[start :: len(compressions)] for start in range(len(compressions))]
+    states = [
+        last_states(model, processor, part, compression, layers)
+        for part, compression in zip(parts, compressions, strict=True)
+    ]
+    weight, bias = fit_head(np.concatenate(states), np.array([row["is_answered"] for part in parts for row in part]))
     rows = partly_unanswerable(recipe, number_held_out, share=0.2)
     is_answered = np.array([row["is_answered"] for row in rows])
-    odds = [last_states(model, processor, rows, rate, layers) @ weight + bias for rate in rates]
+    odds = [last_states(model, processor, rows, compression, layers) @ weight + bias for compression in compressions]
     progress = tqdm(rows, desc="late-interaction scores", leave=False)
     match = np.array([maxsim_score(processor, row["question"], row["passages"]) for row in progress])
-    scale, offset = calibrate(np.tile(is_answered, len(rates)), np.concatenate(odds))
-    odds, has_words = [scale * rate_odds + offset for rate_odds in odds], ~np.isnan(match)
-    both = np.concatenate([rate_odds[has_words] for rate_odds in odds]), np.tile(match[has_words], len(rates))
-    fitted = calibrate(np.tile(is_answered[has_words], len(rates)), *both)
+    scale, offset = calibrate(np.tile(is_answered, len(compressions)), np.concatenate(odds))
+    odds, has_words = [scale * row_odds + offset for row_odds in odds], ~np.isnan(match)
+    both = np.concatenate([row_odds[has_words] for row_odds in odds]), np.tile(match[has_words], len(compressions))
+    fitted = calibrate(np.tile(is_answered[has_words], len(compressions)), *both)
     model.set_answerability_layers(layers)
     head = model.answerability_head
     head.weight.copy_(torch.from_numpy(scale * weight).view(len(layers), width))
     head.bias.fill_(scale * bias + offset)
     head.match.copy_(torch.tensor(fitted))
-    all_confidences = [torch.sigmoid(head.with_match(torch.from_numpy(rate_odds), match)).numpy() for rate_odds in odds]
-    confidences = {str(rate): rate_confidences for rate, rate_confidences in zip(rates, all_confidences, strict=True)}
-    default_confidences = confidences[str(processor.tokens_per_slot)]
-    threshold = float(np.quantile(default_confidences[is_answered], WRONGLY_REFUSED))
+    all_estimates = [torch.sigmoid(head.with_match(torch.from_numpy(row_odds), match)).numpy() for row_odds in odds]
+    estimates = {
+        str(compression): row_estimates for compression, row_estimates in zip(compressions, all_estimates, strict=True)
+    }
+    default_estimates = estimates[str(processor.tokens_per_slot)]
+    threshold = float(np.quantile(default_estimates[is_answered], WRONGLY_ABSTAINED))
     model.config.answerability_uses_match, model.config.answerability_threshold = True, round(threshold, 4)
     results = {}
-    for rate, rate_confidences in confidences.items():
-        is_refused = rate_confidences < threshold
-        results[rate] = {
-            "refused": 100 * is_refused[~is_answered].mean(),
-            "wrongly refused": 100 * is_refused[is_answered].mean(),
-            "AUROC": roc_auc_score(is_answered, rate_confidences),
+    for compression, row_estimates in estimates.items():
+        is_abstention = row_estimates < threshold
+        results[compression] = {
+            "refused": 100 * is_abstention[~is_answered].mean(),
+            "wrongly refused": 100 * is_abstention[is_answered].mean(),
+            "AUROC": roc_auc_score(is_answered, row_estimates),
         }
     return results
 
@@ -216,15 +223,17 @@ def main(
     answer right?). Print the accuracy of both on held-out questions."""
     model, processor = load_mean([aligner])
     data = read_recipe(recipe, data_dir)
-    rates = tuple(dict.fromkeys([processor.tokens_per_slot, *(processor.trained_tokens_per_slot or RATES)]))
+    compressions = tuple(
+        dict.fromkeys([processor.tokens_per_slot, *(processor.trained_tokens_per_slot or COMPRESSIONS)])
+    )
     had_multihop_head = model.multihop_head is not None
-    results = {} if keep_head else fit_confidence(model, processor, data, number, held_out, rates)
+    results = {} if keep_head else fit_answerability(model, processor, data, number, held_out, compressions)
     curve = fit_likelihood(model, processor, data, held_out)
     model.save_heads(aligner)
     settings = read_json(path := aligner / PROCESSOR_NAME)
-    write_whole(path, json.dumps(settings | {"no_answer": processor.no_answer or NO_ANSWER}, indent=2) + "\n")
+    write_atomically(path, json.dumps(settings | {"no_answer": processor.no_answer or NO_ANSWER}, indent=2) + "\n")
     names = ("refused", "wrongly refused", "AUROC")
-    cells = [[rate, *(f"{measured[name]:.3g}" for name in names)] for rate, measured in results.items()]
+    cells = [[compression, *(f"{measured[name]:.3g}" for name in names)] for compression, measured in results.items()]
     columns = ["tokens per slot", "abstained, %", "wrongly abstained, %", "AUROC of answerable questions"]
     threshold = f"Below this answerability the aligner abstains: {model.config.answerability_threshold}"
     typer.echo("\n".join([*markdown_table(columns, cells), "", threshold, ""]))

@@ -14,7 +14,7 @@ from ..common.rows import Row
 bm25s = import_bm25s()
 
 # How many of the nearest passages distractors are drawn from.
-MOST_DISTRACTORS = 12
+MAX_DISTRACTORS = 12
 # How many of the nearest passages are searched for those without an answer.
 CANDIDATES = 60
 
@@ -34,7 +34,7 @@ def _folded(passage: dict[str, str]) -> str:
     return f"{passage['title']}\n{passage['text']}".casefold()
 
 
-def own_passages(row: Row) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+def needed_and_others(row: Row) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """The passages that the answer needs, and the row's others. All are needed if the row does not say which."""
     gold = row["gold"] or range(len(row["passages"]))
     needed = [passage for number, passage in enumerate(row["passages"]) if number in gold]
@@ -52,7 +52,7 @@ class NearestPassages:
         unique, self.questions = {}, defaultdict(list)  # passages, and for each the rows whose question needs it alone
         for number, row in enumerate(rows):
             unique |= {passage_key(passage): passage for passage in row["passages"] if passage["text"]}
-            if len(needed := own_passages(row)[0]) == 1 and row["question"].strip() and row["answers"]:
+            if len(needed := needed_and_others(row)[0]) == 1 and row["question"].strip() and row["answers"]:
                 self.questions[passage_key(needed[0])].append(number)
         self.passages = list(unique.values())
         self.folded = [_folded(passage) for passage in self.passages]
@@ -74,35 +74,35 @@ class NearestPassages:
         numbers, scores = self.index.retrieve(
             words, k=depth, show_progress=False, weight_mask=weights, backend_selection="numpy"
         )
-        taken, texts = [], {passage["text"] for passage in others}
+        selected, texts = [], {passage["text"] for passage in others}
         answer = answer_pattern(answers) if answers else None
-        for place, score in zip(numbers[0].tolist(), scores[0].tolist(), strict=True):
-            passage = self.passages[place]
+        for index, score in zip(numbers[0].tolist(), scores[0].tolist(), strict=True):
+            passage = self.passages[index]
             if passage["text"] in texts or (in_article and score <= 0):
                 continue
-            if answer is None or not answer.search(self.folded[place]):
-                taken.append(passage)
-            if len(taken) == number:
+            if answer is None or not answer.search(self.folded[index]):
+                selected.append(passage)
+            if len(selected) == number:
                 break
-        return taken
+        return selected
 
-    def mixed(self, rows: list[Row], share: float, seed: int, most: int = 4) -> list[dict[str, str]]:
-        """The passages that the answers to `rows` need. In a `share` of calls, 1 to `most` of the nearest other
-        passages are added, in random order.
+    def mixed(self, rows: list[Row], share: float, seed: int, max_distractors: int = 4) -> list[dict[str, str]]:
+        """The passages that the answers to `rows` need. In a `share` of calls, 1 to `max_distractors` of the nearest
+        other passages are added, in random order.
 
         None of the added ones contains an answer to any of the rows. If there are not enough, fewer are added. The draw
         depends on the seed and the first row's id only, so a row has the same passages in each run and process.
         """
-        needed, others = own_passages(rows[0])
+        needed, others = needed_and_others(rows[0])
         draw = random.Random(f"distractors:{seed}:{rows[0]['id']}")
         if draw.random() >= share:
             return needed
-        number = draw.randint(1, most)
+        number = draw.randint(1, max_distractors)
         question = " ".join(row["question"] for row in rows)
         answers = [answer for row in rows for answer in row["answers"]]
         # The row's other passages, which the data set's retriever found, are preferred.
         near = [passage for passage in others if not contains_answer(passage, answers)]
-        near = near or self.without_answer(question, answers, needed, MOST_DISTRACTORS)
+        near = near or self.without_answer(question, answers, needed, MAX_DISTRACTORS)
         passages = [*needed, *draw.sample(near, min(number, len(near)))]
         draw.shuffle(passages)
         return passages
@@ -110,7 +110,7 @@ class NearestPassages:
     def questions_about(self, passages: list[dict[str, str]], row: Row, seed: int) -> list[int]:
         """Numbers of rows whose question is about one of `passages`, at most one row for each passage. The passages
         that `row` needs are left out."""
-        needed = own_passages(row)[0]
+        needed = needed_and_others(row)[0]
         draw = stable_number(f"joined:{seed}:{row['id']}", 2**32)
         candidates = [self.questions.get(passage_key(passage)) for passage in passages if passage not in needed]
         return [numbers[draw % len(numbers)] for numbers in candidates if numbers]

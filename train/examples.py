@@ -44,13 +44,13 @@ from tqdm.auto import tqdm
 from .. import encoder_arcaligner, processing_arcaligner, segmentation_arcaligner, tokenization_arcaligner
 from ..common import rows
 from ..common.data_sets import hotpotqa_row
-from ..common.files import counted, printable, read_json_lines, read_numbered_lines, stable_number, write_whole
-from ..common.rows import FILES, JSON_LINES, ROW_FIELDS, Row, find_file, id_or_number, own_row, parse_source
+from ..common.files import counted, printable, read_json_lines, read_numbered_lines, stable_number, write_atomically
+from ..common.rows import FILES, JSON_LINES, ROW_FIELDS, Row, find_file, id_or_number, normalized_row, parse_source
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import EMPTY_SEGMENT, SegmentTokens, count_slots, segment_document, tokenize_segments
 from ..tokenization_arcaligner import readable
 from . import distractors
-from .distractors import NearestPassages, own_passages, passage_key
+from .distractors import NearestPassages, needed_and_others, passage_key
 from .recipe import RecipeArguments
 
 logger = logging.getLogger(__name__)
@@ -98,8 +98,9 @@ EXAMPLE_FEATURES = Features(
 )
 _BLOCK_FEATURES = Features(EXAMPLE_FEATURES | {"problem": Value("string")})
 ROWS_PER_BLOCK = 2048
-MOST_PASSAGES, MOST_QUESTIONS = 2**14, 2**15  # that a process caches; about 10 KB a passage and 3 KB a question
-GROUPS_READ_TOGETHER = 256  # groups of rows whose passages and questions are tokenized together
+# What a process caches: about 10 KB for a passage, and 3 KB for a question.
+MAX_CACHED_PASSAGES, MAX_CACHED_QUESTIONS = 2**14, 2**15
+GROUPS_PER_CALL = 256  # groups of rows whose passages and questions are tokenized together
 SPECIAL_TOKENS = 8  # upper bound of what an encoder's tokenizer adds to a text
 NAMED_ROWS = 5  # ids in a report
 # Passages to stream per example: a passage becomes one or several examples, or none if it is too long or empty.
@@ -150,7 +151,7 @@ def open_corpus(
             drawn = {"path": path, **options, "words": passage_words, "at_least": at_least}
             return datasets.Dataset.from_generator(_stream_passages, features=ROW_FEATURES, gen_kwargs=drawn)
     try:
-        if path.endswith(JSON_LINES) and _is_own(path):
+        if path.endswith(JSON_LINES) and _has_row_schema(path):
             # The JSON builder refuses rows whose other fields differ, and does not name a bad line.
             version = (os.path.abspath(path), os.path.getsize(path), os.stat(path).st_mtime_ns)
             arguments = {"path": path, "version": version}
@@ -170,7 +171,7 @@ def open_corpus(
         )
     is_text = _are_texts(columns)
     if "passages" in columns:
-        convert = functools.partial(own_row, where=source)
+        convert = functools.partial(normalized_row, where=source)
     elif not is_text:
         convert = functools.partial(_hotpotqa, where=source)
     else:
@@ -213,24 +214,24 @@ def _stream_passages(
 ) -> Iterator[Row]:
     """Passages of the first texts of each file of a set, about equally many from each, `at_least` in all."""
     stream = datasets.load_dataset(path, name, split=split, streaming=True)
-    index = taken = 0
+    index = num_taken = 0
     for number in range(files := stream.num_shards):
         for row in stream.shard(files, number):
-            if taken >= at_least * (number + 1) // files:
+            if num_taken >= at_least * (number + 1) // files:
                 break
             batch = {column: [value] for column, value in row.items()}
             passages = _rows_of_texts(batch, [index], text=text, title=title, words=words)
             yield from (dict(zip(passages, values, strict=True)) for values in zip(*passages.values(), strict=True))
-            index, taken = index + 1, taken + len(passages["id"])
+            index, num_taken = index + 1, num_taken + len(passages["id"])
 
 
 def _hotpotqa(row: dict, index: int, *, where: str) -> Row:
     """A row of HotpotQA in the schema of `common/rows.py`, with only the paragraphs that the answer needs."""
-    converted = own_row(hotpotqa_row(row), index, where=where)
-    return converted | {"passages": own_passages(converted)[0], "gold": []}
+    converted = normalized_row(hotpotqa_row(row), index, where=where)
+    return converted | {"passages": needed_and_others(converted)[0], "gold": []}
 
 
-def _is_own(path: str) -> bool:
+def _has_row_schema(path: str) -> bool:
     """Whether the first row of a JSON Lines file has the schema of `common/rows.py`."""
     first = next(read_json_lines(path), None)
     if first is None:
@@ -242,7 +243,7 @@ def _rows_of_file(path: str, version: tuple) -> Iterator[Row]:
     """Rows of a file with the schema of `common/rows.py`. With another `version`, 🤗 Datasets does not use what it
     cached of the file."""
     for line, row in read_numbered_lines(path):
-        yield own_row(row, line - 1, where=f"{path}, line {line}")
+        yield normalized_row(row, line - 1, where=f"{path}, line {line}")
 
 
 def _rows_of_texts(batch: dict, indices: list[int], *, text: str, title: str | None, words: int) -> dict:
@@ -284,8 +285,8 @@ def open_part(
     to the validation part if one of its articles does, identified by title or, without one, by text. Of texts on the
     Hub, only enough rows for `quota` examples are read."""
     share = recipe.validation_share
-    kept = share if held_out and share and source in recipe.training_sources else 1 - share
-    at_least = None if quota is None else math.ceil(SPARE_PASSAGES * quota / kept)
+    share_of_part = share if held_out and share and source in recipe.training_sources else 1 - share
+    at_least = None if quota is None else math.ceil(SPARE_PASSAGES * quota / share_of_part)
     corpus = open_corpus(source, recipe.passage_words, num_proc, recipe.data_dir, recipe.asks_questions, at_least)
 
     @functools.cache
@@ -293,11 +294,11 @@ def open_part(
         return stable_number(f"validation:{recipe.validation_seed}:{article}", 10_000) < share * 10_000
 
     if share and (source in recipe.training_sources or not held_out):
-        kept = []
+        numbers = []
         for number, row in enumerate(iterate_rows(corpus, "passages")):
             if any(is_held_out(passage["title"] or passage["text"]) for passage in row["passages"]) == held_out:
-                kept.append(number)
-        corpus = corpus.select(kept)
+                numbers.append(number)
+        corpus = corpus.select(numbers)
     if not len(corpus):
         raise ValueError(
             f"{source} has no row to {'validate with' if held_out else 'train on'} if `validation_share` is {share}. "
@@ -314,19 +315,19 @@ def choose_template(example_id: str) -> tuple[str, str]:
     return RECONSTRUCTION_TEMPLATES[stable_number(f"template:{example_id}", len(RECONSTRUCTION_TEMPLATES))]
 
 
-class Remembered:
-    """Caches the results of a function that takes a list of keys and returns a result for each, about the last `most`
-    of them."""
+class CachedResults:
+    """Caches the results of a function that takes a list of keys and returns a result for each, about the last
+    `max_results` of them."""
 
-    def __init__(self, compute: Callable[[list], list], most: int):
-        self.compute, self.most, self.found = compute, most, {}
+    def __init__(self, compute: Callable[[list], list], max_results: int):
+        self.compute, self.max_results, self.results = compute, max_results, {}
 
     def __call__(self, keys: Sequence) -> list:
-        if missing := [key for key in dict.fromkeys(keys) if key not in self.found]:
-            self.found |= zip(missing, self.compute(missing), strict=True)
-        results = [self.found[key] for key in keys]
-        for key in list(self.found)[: max(0, len(self.found) - self.most)]:
-            del self.found[key]
+        if missing := [key for key in dict.fromkeys(keys) if key not in self.results]:
+            self.results |= zip(missing, self.compute(missing), strict=True)
+        results = [self.results[key] for key in keys]
+        for key in list(self.results)[: max(0, len(self.results) - self.max_results)]:
+            del self.results[key]
         return results
 
 
@@ -354,21 +355,21 @@ class ExampleBuilder:
     tokens_per_slot: Sequence[int | str] = ("segment",)
     max_tokens: int | None = None
 
-    def remembering(self) -> "ExampleBuilder":
+    def with_caches(self) -> "ExampleBuilder":
         """A builder of the same examples that caches the segments of a passage, and the turn of a question. Its
         processor must not change meanwhile."""
         builder = copy.copy(self)
-        builder._head_ids = functools.lru_cache(self._head_ids)
+        builder._prefix_ids = functools.lru_cache(self._prefix_ids)
         builder._ends_of_turns = functools.cache(self._ends_of_turns)
-        builder._passages_tokens = Remembered(self._passages_tokens, MOST_PASSAGES)
-        builder._question_turns = Remembered(builder._question_turns, MOST_QUESTIONS)
+        builder._passages_tokens = CachedResults(self._passages_tokens, MAX_CACHED_PASSAGES)
+        builder._question_turns = CachedResults(builder._question_turns, MAX_CACHED_QUESTIONS)
         return builder
 
     def load(self) -> None:
         """Load spaCy and the like now rather than with the first example, so that processes forked later share it."""
         self._passages_tokens([("", "A sentence.")])
 
-    def read(self, passages: Sequence[dict[str, str]], rows: Sequence[Row] = ()) -> None:
+    def tokenize(self, passages: Sequence[dict[str, str]], rows: Sequence[Row] = ()) -> None:
         """Tokenize passages and questions of rows together, which is faster than one by one. Only for a builder that
         caches them."""
         self._passages_tokens([(passage["title"], passage["text"]) for passage in passages])
@@ -385,7 +386,7 @@ class ExampleBuilder:
                     yield self._reconstruction(row["id"], document, passage["text"], chunk, following)
                     start = end
 
-    def whole_passages(self, row: Row) -> Iterator[Example]:
+    def passage_examples(self, row: Row) -> Iterator[Example]:
         """An example of stage I for each passage that has a text: all of its segments as slots, its text as the
         target."""
         for document, passage in enumerate(row["passages"]):
@@ -400,20 +401,20 @@ class ExampleBuilder:
         targets."""
         first, last = chunk[0].segment, chunk[-1].segment
         before, after = choose_template(f"{row_id}:{document}:{first.start}")
-        head, turn = self._turn(before, after, text[first.start : last.end].strip(), row_id)
+        prefix_ids, turn = self._turn(before, after, text[first.start : last.end].strip(), row_id)
         turns = [turn]
         if self.continues and following:
             # The words before the slots are shared: the two turns differ only in what follows the slots.
             _, turn = self._turn(before, CONTINUATION, following[0].segment.text.strip(), row_id)
             turns.append(turn)
-        return self._example(row_id, head, turns, [(document, segment) for segment in chunk])
+        return self._example(row_id, prefix_ids, turns, [(document, segment) for segment in chunk])
 
     def question_examples(self, rows: list[Row]) -> Iterator[Example]:
         """Stages II and III: the passages that `rows` share as slots, a turn for each question."""
         passages = self._passages_tokens([(passage["title"], passage["text"]) for passage in rows[0]["passages"]])
         tokens = [(document, segment) for document, segments in enumerate(passages) for segment in segments]
         example = None
-        for row, (head, turn) in zip(rows, self._question_turns(list(map(_question_of, rows))), strict=True):
+        for row, (prefix_ids, turn) in zip(rows, self._question_turns(list(map(_question_of, rows))), strict=True):
             # The slots count once: a further question adds only its turn.
             added = len(turn["input_ids"])
             if example and (self.max_tokens is None or example["length"] + added <= self.max_tokens):
@@ -422,7 +423,7 @@ class ExampleBuilder:
                 continue
             if example:
                 yield example
-            example = self._example(row["id"], head, [turn], tokens)
+            example = self._example(row["id"], prefix_ids, [turn], tokens)
         yield example
 
     def _passages_tokens(self, passages: Sequence[tuple[str, str]]) -> list[list[SegmentTokens]]:
@@ -430,16 +431,16 @@ class ExampleBuilder:
         documents = [{"title": readable(title).text, "text": readable(text).text} for title, text in passages]
         encoder, limit = self.processor.encoder, self.processor.encoder.tokenizer.model_max_length
 
-        def num_reads(text: str) -> int:
+        def num_parts(text: str) -> int:
             # ASCII text has at most one token per character, special ones aside: cheaper to check than to tokenize.
             fits = limit is None or (text.isascii() and len(text) + SPECIAL_TOKENS <= limit)
-            return 1 if fits else encoder.num_reads(text)
+            return 1 if fits else encoder.num_parts(text)
 
         cut = {key: getattr(self.processor, key) for key in ("sentences_per_segment", "spacy_model")}
         segments = [
             segment
             for number, document in enumerate(documents)
-            for segment in segment_document(document["text"], number, num_reads=num_reads, **cut)
+            for segment in segment_document(document["text"], number, num_parts=num_parts, **cut)
         ]
         tokens_by_passage: list[list[SegmentTokens]] = [[] for _ in passages]
         for tokens in tokenize_segments(self.processor.tokenizer, segments, documents):
@@ -454,10 +455,10 @@ class ExampleBuilder:
         prompts = self.processor.split_prompts(chats, add_generation_prompt=True)
         answers = [answer for _, _, answer in questions]
         chats = [[*chat, {"role": "assistant", "content": answer}] for chat, answer in zip(chats, answers, strict=True)]
-        wholes = self.processor.split_prompts(chats)
-        return self._split([row_id for row_id, *_ in questions], prompts, wholes)
+        conversations = self.processor.split_prompts(chats)
+        return self._split([row_id for row_id, *_ in questions], prompts, conversations)
 
-    def _example(self, row_id, head, turns, tokens: list[tuple[int, SegmentTokens]]) -> Example:
+    def _example(self, row_id, prefix_ids, turns, tokens: list[tuple[int, SegmentTokens]]) -> Example:
         """An example of segments and the numbers of their documents. Without segments it has one slot, the encoding of
         the empty string."""
         segments = [
@@ -470,39 +471,39 @@ class ExampleBuilder:
             }
             for document, segment in tokens or [(0, EMPTY_SEGMENT)]
         ]
-        finest = min(self.tokens_per_slot, key=lambda rate: math.inf if rate == "segment" else rate)
+        finest = min(self.tokens_per_slot, key=lambda entry: math.inf if entry == "segment" else entry)
         num_slots = sum(count_slots(len(segment["word_ids"]), finest) for segment in segments)
-        length = len(head) + num_slots + sum(len(turn["input_ids"]) for turn in turns)
-        return {"row_id": row_id, "head": head, "turns": turns, "segments": segments, "length": length}
+        length = len(prefix_ids) + num_slots + sum(len(turn["input_ids"]) for turn in turns)
+        return {"row_id": row_id, "head": prefix_ids, "turns": turns, "segments": segments, "length": length}
 
     def _turn(self, before: str, after: str, target: str, row_id: str) -> tuple[list[int], Turn]:
         """The ids before the slots, and the turn after them; `before` and `after` are the user's words."""
         mark = uuid.uuid4().hex
         messages = [{"role": "user", "content": before + mark + after}, {"role": "assistant", "content": target}]
         prompt = self.processor.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
-        whole = self.processor.apply_chat_template(messages, tokenize=False)
-        return self._split([row_id], [prompt.split(mark)], [whole.split(mark)])[0]
+        conversation = self.processor.apply_chat_template(messages, tokenize=False)
+        return self._split([row_id], [prompt.split(mark)], [conversation.split(mark)])[0]
 
     def _split(
-        self, row_ids: Sequence[str], prompts: Sequence[Sequence[str]], wholes: Sequence[Sequence[str]]
+        self, row_ids: Sequence[str], prompts: Sequence[Sequence[str]], conversations: Sequence[Sequence[str]]
     ) -> list[tuple[list[int], Turn]]:
         """Split conversations into prompts and targets: for each, the ids before the slots, and the turn. Its labels
         are on the assistant's words and the token that ends the assistant's turn."""
-        ids = self.processor.tokenize_prompts([text for _, text in (*prompts, *wholes)])
+        ids = self.processor.tokenize_prompts([text for _, text in (*prompts, *conversations)])
         turns = []
-        rows = zip(row_ids, prompts, wholes, ids[: len(prompts)], ids[len(prompts) :], strict=True)
-        for row_id, prompt, whole, prompt_ids, whole_ids in rows:
-            if prompt[0] != whole[0] or whole_ids[: len(prompt_ids)] != prompt_ids:
+        rows = zip(row_ids, prompts, conversations, ids[: len(prompts)], ids[len(prompts) :], strict=True)
+        for row_id, prompt, conversation, prompt_ids, conversation_ids in rows:
+            if prompt[0] != conversation[0] or conversation_ids[: len(prompt_ids)] != prompt_ids:
                 raise ValueError(
-                    f"Row {row_id}: the conversation {whole!r} does not begin with its prompt {prompt!r}, so the "
-                    "target cannot be separated from the prompt. Choose another `chat_template_path`."
+                    f"Row {row_id}: the conversation {conversation!r} does not begin with its prompt {prompt!r}, so "
+                    "the target cannot be separated from the prompt. Choose another `chat_template_path`."
                 )
-            target = self._end_of_turn(whole_ids[len(prompt_ids) :])
+            target = self._end_of_turn(conversation_ids[len(prompt_ids) :])
             turn = {"input_ids": prompt_ids + target, "labels": [-100] * len(prompt_ids) + target}
-            turns.append((self._head_ids(prompt[0]), turn))
+            turns.append((self._prefix_ids(prompt[0]), turn))
         return turns
 
-    def _head_ids(self, text: str) -> list[int]:
+    def _prefix_ids(self, text: str) -> list[int]:
         return self.processor.tokenize_prompt(text)
 
     def _ends_of_turns(self) -> set[int]:
@@ -580,18 +581,18 @@ class ExampleSelector:
             raise ValueError(f"Files and their weights are {sources}; expected at least one, with positive weights.")
         total = sum(sources.values())
         shares = {source: weight / total for source, weight in sources.items()}
-        taken, left_out = {}, {}
+        examples, left_out = {}, {}
         for source, share in shares.items():
             quota = None if max_examples is None else round(max_examples * share)
-            taken[source], left_out[source] = self._take(source, quota, held_out)
+            examples[source], left_out[source] = self._take(source, quota, held_out)
         oversample = self.recipe.oversample and not held_out
-        size = (max if oversample else min)(len(taken[source]) / share for source, share in shares.items())
+        size = (max if oversample else min)(len(examples[source]) / share for source, share in shares.items())
         if max_examples is not None and size < max_examples - len(sources):
             logger.warning(
                 "%s: they have only %d of the %d examples that the recipe asks for.", list(sources), size, max_examples
             )
         counts = {source: round(size * share) for source, share in shares.items()}
-        empty = [source for source in sources if not len(taken[source])]
+        empty = [source for source in sources if not len(examples[source])]
         if empty or not sum(counts.values()):
             reasons = [self._why_empty(source, left_out[source]) for source in empty if left_out[source]]
             raise ValueError(
@@ -600,9 +601,9 @@ class ExampleSelector:
                 "limits or choose other files."
             )
         if oversample:
-            taken = {source: self._repeat(source, taken[source], counts[source]) for source in sources}
+            examples = {source: self._repeat(source, examples[source], counts[source]) for source in sources}
         return datasets.concatenate_datasets(
-            [taken[source].select(range(min(len(taken[source]), counts[source]))) for source in sources]
+            [examples[source].select(range(min(len(examples[source]), counts[source]))) for source in sources]
         )
 
     def _repeat(self, source: str, examples: datasets.Dataset, number: int) -> datasets.Dataset:
@@ -655,23 +656,23 @@ class ExampleSelector:
         rows that were left out, by reason."""
         settings, maker, order = self._prepare(source, quota, held_out)
         left_out: dict[str, list[str]] = defaultdict(list)  # ids of rows, by reason
-        taken = [datasets.Dataset.from_dict({name: [] for name in EXAMPLE_FEATURES}, features=EXAMPLE_FEATURES)]
+        blocks = [datasets.Dataset.from_dict({name: [] for name in EXAMPLE_FEATURES}, features=EXAMPLE_FEATURES)]
         with (
             _Makers(maker, self.num_proc) as makers,
             tqdm(total=len(order), desc="making examples", unit=" groups of rows") as bar,
         ):
             for start in range(0, len(order), ROWS_PER_BLOCK):
-                if quota is not None and sum(map(len, taken)) >= quota:
+                if quota is not None and sum(map(len, blocks)) >= quota:
                     break
                 block = self._block(makers, settings, order[start : start + ROWS_PER_BLOCK])
                 problems = block["problem"][:]
                 is_complete = [not problem for problem in problems]
-                taken.append(block.select(np.flatnonzero(is_complete)).remove_columns("problem"))
+                blocks.append(block.select(np.flatnonzero(is_complete)).remove_columns("problem"))
                 for row_id, problem in zip(block["row_id"][:], problems, strict=True):
                     if problem:
                         left_out[problem].append(row_id)
                 bar.update(min(ROWS_PER_BLOCK, len(order) - start))
-        examples = datasets.concatenate_datasets(taken)
+        examples = datasets.concatenate_datasets(blocks)
         examples = examples.select(range(min(len(examples), len(examples) if quota is None else quota)))
         logger.info("%s: %d examples", source, len(examples))
         for problem, row_ids in left_out.items():
@@ -709,7 +710,7 @@ class ExampleSelector:
                 "`examples_cache_dir` in the recipe or with the environment variable ARCALIGNER_CACHE."
             ) from error
         path = folder / f"{Hasher.hash((settings, groups))}.arrow"
-        if path.exists() and not _is_whole(path):
+        if path.exists() and not _is_complete(path):
             logger.warning("%s, a file of cached examples, is truncated. Its examples are made again.", path)
             path.unlink()
         if not path.exists():
@@ -719,7 +720,7 @@ class ExampleSelector:
                 with pa.ipc.new_stream(file, table.schema) as stream:
                     stream.write_table(table)
 
-            write_whole(path, write)
+            write_atomically(path, write)
         return datasets.Dataset.from_file(str(path))
 
 
@@ -727,7 +728,7 @@ class ExampleSelector:
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
-def _is_whole(path: Path) -> bool:
+def _is_complete(path: Path) -> bool:
     """Whether the file of a block is complete. A full disk or an interrupted copy may have truncated it."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - len(_END_OF_STREAM)))
@@ -759,8 +760,8 @@ class _ExampleMaker:
     def __post_init__(self):
         self.corpus = self.corpus.with_format("arrow")
 
-    def remembering(self) -> "_ExampleMaker":
-        return dataclasses.replace(self, builder=self.builder.remembering())
+    def with_caches(self) -> "_ExampleMaker":
+        return dataclasses.replace(self, builder=self.builder.with_caches())
 
     def __call__(self, groups: list[list[int]]) -> tuple[pa.Table, list[int]]:
         """Columns of `_BLOCK_FEATURES`, and how many examples each group has. A row that lacks a part becomes an empty
@@ -769,30 +770,32 @@ class _ExampleMaker:
             return self._make(groups)
 
     def _make(self, groups: list[list[int]]) -> tuple[pa.Table, list[int]]:
-        asks, examples, chosen, counts = self.recipe.asks_questions, [], [], []
+        asks, examples, prepared, counts = self.recipe.asks_questions, [], [], []
         rows = self._rows([number for numbers in groups for number in numbers])
         for numbers in groups:
             problems = [missing_part(rows[number], asks) for number in numbers]
-            whole = [rows[number] for number, problem in zip(numbers, problems, strict=True) if not problem]
-            passages, joined = self._passages(whole) if whole and asks else (None, [])
-            chosen.append((numbers, problems, whole, passages, joined))
-        others = self._rows([number for *_, joined in chosen for number in joined])
-        wholes = [
-            whole if passages is None else [row | {"passages": passages} for row in (*whole, *map(others.get, joined))]
-            for _, _, whole, passages, joined in chosen
+            complete = [rows[number] for number, problem in zip(numbers, problems, strict=True) if not problem]
+            passages, joined = self._passages(complete) if complete and asks else (None, [])
+            prepared.append((numbers, problems, complete, passages, joined))
+        others = self._rows([number for *_, joined in prepared for number in joined])
+        complete_groups = [
+            complete
+            if passages is None
+            else [row | {"passages": passages} for row in (*complete, *map(others.get, joined))]
+            for _, _, complete, passages, joined in prepared
         ]
-        for place, ((numbers, problems, *_), whole) in enumerate(zip(chosen, wholes, strict=True)):
-            if place % GROUPS_READ_TOGETHER == 0:
-                together = [group for group in wholes[place : place + GROUPS_READ_TOGETHER] if group]
+        for index, ((numbers, problems, *_), complete) in enumerate(zip(prepared, complete_groups, strict=True)):
+            if index % GROUPS_PER_CALL == 0:
+                together = [group for group in complete_groups[index : index + GROUPS_PER_CALL] if group]
                 passages = [passage for group in together for passage in group[0]["passages"]]
-                self.builder.read(passages, [row for group in together for row in group] if asks else ())
+                self.builder.tokenize(passages, [row for group in together for row in group] if asks else ())
             before = len(examples)
             for number, problem in zip(numbers, problems, strict=True):
                 if problem:
                     empty = {"head": [], "turns": [], "segments": [], "length": 0}
                     examples.append(empty | {"row_id": rows[number]["id"], "problem": problem})
-            if whole:
-                examples += self._examples(whole)
+            if complete:
+                examples += self._examples(complete)
             counts.append(len(examples) - before)
         return pa.Table.from_pylist(examples, _BLOCK_FEATURES.arrow_schema), counts
 
@@ -805,7 +808,7 @@ class _ExampleMaker:
         """The passages of questions that share an example, and the numbers of the rows whose questions join them."""
         recipe, nearest = self.recipe, self.nearest
         if nearest is None:
-            return own_passages(rows[0])[0], []
+            return needed_and_others(rows[0])[0], []
         # One draw for all questions: no distractor may contain an answer to any of them.
         passages = nearest.mixed(rows, recipe.distractors, self.seed, recipe.max_distractors)
         # A further question adds its turn and no slot.
@@ -826,7 +829,7 @@ class _Makers:
 
     def __init__(self, maker: _ExampleMaker, num_proc: int | None):
         self.num_proc = num_proc or 1
-        self.maker = maker.remembering() if self.num_proc == 1 else maker
+        self.maker = maker.with_caches() if self.num_proc == 1 else maker
         self.workers: list[ProcessPoolExecutor] = []
 
     def __enter__(self) -> "_Makers":
@@ -863,7 +866,7 @@ def _set_maker(maker: _ExampleMaker) -> None:
     global _maker
     gc.freeze()  # the garbage collector would write to memory that forked processes share, and so copy it
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # "true" would wait for threads that a forked process does not have
-    _maker = maker.remembering()  # here, because caches cannot be sent to another process
+    _maker = maker.with_caches()  # here, because caches cannot be sent to another process
 
 
 def _make_part(groups: list[list[int]]) -> tuple[pa.Table, list[int]]:

@@ -28,11 +28,11 @@ from trl import SFTTrainer
 from ..attention_arcaligner import passage_positions, separate_passages
 from ..common.rows import Row
 from ..configuration_arcaligner import PASSAGE_ATTENTIONS
-from ..loading_arcaligner import resolve_model, written_whole
+from ..loading_arcaligner import resolve_model, write_folder_atomically
 from .batches import padded
 from .distractors import NearestPassages
 from .examples import missing_part, open_corpus
-from .prompts import ApartText, full_text, question_prompt, text_prompt
+from .prompts import IndependentText, full_text, question_prompt, text_prompt
 from .recipe import TextTrainingConfig, run_script, with_help
 from .run import claim_folder, last_checkpoint
 
@@ -135,22 +135,22 @@ def tokenize(row: Row, tokenizer, is_separate: bool = False, writes: str = "answ
         content = full_text(row) if mark is None else text_prompt(row, mark)
     messages = [{"role": "user", "content": content}, {"role": "assistant", "content": target}]
     prompt = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
-    whole = tokenizer.apply_chat_template(messages, tokenize=False)
-    if not whole.startswith(prompt):
+    conversation = tokenizer.apply_chat_template(messages, tokenize=False)
+    if not conversation.startswith(prompt):
         raise ValueError(
-            f"Row {row['id']}: the conversation {whole!r} does not begin with its prompt {prompt!r}, so the answer "
-            "cannot be separated from the prompt. Choose another `chat_template_path`."
+            f"Row {row['id']}: the conversation {conversation!r} does not begin with its prompt {prompt!r}, so the "
+            "answer cannot be separated from the prompt. Choose another `chat_template_path`."
         )
 
     def ids_of(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
     # Tokenized separately, because the prompt must have exactly the ids that it has at inference.
-    target_ids = ids_of(whole.removeprefix(prompt).rstrip())
+    target_ids = ids_of(conversation.removeprefix(prompt).rstrip())
     if mark is None:
         prompt_ids, passage_ids = ids_of(prompt), {}
     else:
-        parts = ApartText.of(row, *prompt.split(mark), ids_of)
+        parts = IndependentText.of(row, *prompt.split(mark), ids_of)
         prompt_ids, passage_ids = parts.ids, {"passage_ids": parts.passage_ids + [-1] * len(target_ids)}
     return {
         "input_ids": prompt_ids + target_ids,
@@ -160,7 +160,7 @@ def tokenize(row: Row, tokenizer, is_separate: bool = False, writes: str = "answ
 
 
 @dataclass
-class ApartCollator:
+class IndependentCollator:
     """Makes a right-padded batch of examples with independent passages: `input_ids`, `labels` and `position_ids`
     (batch, seq_len), and `attention_mask` (batch, 1, seq_len, seq_len), which says which token attends to which."""
 
@@ -193,7 +193,7 @@ def train(recipe: FullTextArguments, args: TextTrainingConfig, settings: str) ->
         args.max_length = None  # `build_dataset` leaves rows out that are too long; TRL would cut their answers off
         collator = None  # the one of TRL
         if recipe.passage_attention == "separate":
-            collator, args.remove_unused_columns = ApartCollator(tokenizer.pad_token_id or 0), False
+            collator, args.remove_unused_columns = IndependentCollator(tokenizer.pad_token_id or 0), False
         set_seed(args.seed)
         trainer = SFTTrainer(
             AutoModelForCausalLM.from_pretrained(model_path, dtype="float32"),
@@ -206,7 +206,7 @@ def train(recipe: FullTextArguments, args: TextTrainingConfig, settings: str) ->
             ),
         )
         trainer.train(resume_from_checkpoint=last_checkpoint(args.output_dir))
-        with written_whole(args.output_dir, last=CONFIG_NAME) as folder:
+        with write_folder_atomically(args.output_dir, last=CONFIG_NAME) as folder:
             trainer.save_model(str(folder))
         logger.info("saved the trained weights in %s", args.output_dir)
 

@@ -29,7 +29,7 @@ from peft.utils import CONFIG_NAME
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, set_seed
 
-from ..common.files import digest, digest_files, markdown_table, run_command, write_whole
+from ..common.files import digest, digest_files, markdown_table, run_command, write_atomically
 from ..common.rows import Row, find_answer, find_file, normalize_answer, read_rows
 from ..loading_arcaligner import default_dtype
 from ..tokenization_arcaligner import encode_marked, mark_control_tokens
@@ -92,23 +92,23 @@ class TextReader:
         return encode_marked(self.tokenizer, [prompt])[0]
 
 
-def batches_of(lengths: Sequence[int], most: int) -> list[list[int]]:
+def batches_of(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Split rows of these lengths into batches, longest rows first. Return the indices of the rows of each batch. A
-    batch has at most `most` tokens, padding included; a longer row is a batch by itself.
+    batch has at most `max_tokens` tokens, padding included; a longer row is a batch by itself.
 
     >>> batches_of([3, 9, 4, 3], 8)
     [[1], [2, 0], [3]]
     """
     batches: list[list[int]] = []
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
-        if batches and lengths[batches[-1][0]] * (len(batches[-1]) + 1) <= most:
+        if batches and lengths[batches[-1][0]] * (len(batches[-1]) + 1) <= max_tokens:
             batches[-1].append(number)
         else:
             batches.append([number])
     return batches
 
 
-def unasked(paragraphs: Iterable[Row], questions: Iterable[Row]) -> list[Row]:
+def without_questions(paragraphs: Iterable[Row], questions: Iterable[Row]) -> list[Row]:
     """Rows of `paragraphs` with one passage each, without duplicates and without passages of the rows `questions`."""
     known = {passage["text"] for row in questions for passage in row["passages"]}
     unique = {}
@@ -118,7 +118,7 @@ def unasked(paragraphs: Iterable[Row], questions: Iterable[Row]) -> list[Row]:
     return list(unique.values())
 
 
-def read_made(text: str, passage: dict[str, str]) -> tuple[str, str] | str:
+def parse_question(text: str, passage: dict[str, str]) -> tuple[str, str] | str:
     """The question and the answer of a maker's text, or the reason why it is not used. The text has the answer on its
     first line, and the question on the second."""
     answer, _, question = (part.strip() for part in text.partition("\n"))
@@ -138,11 +138,11 @@ def make_questions(maker: TextReader, rows: Sequence[Row], number: int) -> tuple
     and how many were left out, by reason."""
     prompts = [question_prompt(row) for row in rows]
     texts = maker.write(prompts, max_new_tokens=MAX_TOKENS, samples=number, min_p=MIN_P)
-    made, left_out = [], Counter()
-    for row, written in zip(rows, texts, strict=True):
+    new_rows, left_out = [], Counter()
+    for row, texts_of_row in zip(rows, texts, strict=True):
         answers = set()
-        for text in written:
-            parsed = read_made(text, row["passages"][0])
+        for text in texts_of_row:
+            parsed = parse_question(text, row["passages"][0])
             if isinstance(parsed, str):
                 left_out[parsed] += 1
                 continue
@@ -151,18 +151,18 @@ def make_questions(maker: TextReader, rows: Sequence[Row], number: int) -> tuple
                 left_out["an answer that another question has"] += 1
                 continue
             answers.add(normalize_answer(answer))
-            made.append(
+            new_rows.append(
                 {"id": f"made_{row['id']}_{len(answers)}", "question": question, "answers": [answer]}
                 | {"passages": row["passages"], "dataset": "made"}
             )
-    return made, left_out
+    return new_rows, left_out
 
 
-def agreed(reader: TextReader, made: Sequence[Row]) -> list[Row]:
+def agreed(reader: TextReader, new_rows: Sequence[Row]) -> list[Row]:
     """The rows whose question the reader answers as the maker did, from the same paragraph; answers are compared after
     SQuAD's normalization."""
-    answers = reader.write([full_text(row) for row in made], max_new_tokens=MAX_ANSWER_TOKENS)
-    pairs = zip(made, answers, strict=True)
+    answers = reader.write([full_text(row) for row in new_rows], max_new_tokens=MAX_ANSWER_TOKENS)
+    pairs = zip(new_rows, answers, strict=True)
     return [row for row, (text,) in pairs if normalize_answer(text) == normalize_answer(row["answers"][0])]
 
 
@@ -183,10 +183,10 @@ def make_file(
             path = parts / f"{start:07}-{key[:16]}.json"
             if not path.exists():
                 set_seed(seed + start)
-                made, left_out = make_questions(maker, rows, number)
-                kept = agreed(reader, made)
-                left_out["an answer that the reader does not agree with"] = len(made) - len(kept)
-                write_whole(path, json.dumps({"rows": kept, "left_out": left_out}))
+                new_rows, left_out = make_questions(maker, rows, number)
+                agreed_rows = agreed(reader, new_rows)
+                left_out["an answer that the reader does not agree with"] = len(new_rows) - len(agreed_rows)
+                write_atomically(path, json.dumps({"rows": agreed_rows, "left_out": left_out}))
             part = json.loads(path.read_text(encoding="utf-8"))
             counts += Counter(part["left_out"]) + Counter({"kept": len(part["rows"])})
             names.append(path)
@@ -218,11 +218,11 @@ def main(
     if output.exists():
         raise ValueError(f"{output} exists. Delete the file to make it again, or choose another `--output`.")
     known = (row for file in question_files for row in read_rows(find_file(file, data)))
-    chosen = unasked(read_rows(find_file(paragraphs, data)), known)[:limit]
+    selected = without_questions(read_rows(find_file(paragraphs, data)), known)[:limit]
     models = (TextReader(folder, device, batch_tokens) for folder in (maker, reader))
-    counts = make_file(output, chosen, *models, questions, seed)
+    counts = make_file(output, selected, *models, questions, seed)
     table = markdown_table(["questions: kept, or why not", "number"], counts.most_common())
-    print("\n".join([f"{len(chosen)} paragraphs", "", *table, "", f"Written to {output}."]))
+    print("\n".join([f"{len(selected)} paragraphs", "", *table, "", f"Written to {output}."]))
 
 
 if __name__ == "__main__":

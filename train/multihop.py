@@ -40,10 +40,10 @@ from ..common.rows import Row
 from ..modeling_arcaligner import ArcAlignerForCausalLM, MultihopHead
 from ..multihop_arcaligner import pair_features
 from ..processing_arcaligner import ArcAlignerProcessor
-from .distractors import own_passages
+from .distractors import needed_and_others
 from .num_passages import CACHE_BYTES, FITTED, mixed_rows
 from .recipe import RecipeArguments
-from .validate import asked_rows, load_mean, read_recipe
+from .validate import load_mean, question_rows, read_recipe
 
 BATCH = 64  # questions that are encoded together
 SCORED = 8  # questions whose passages are scored together
@@ -55,7 +55,7 @@ MULTIHOP_SHARE = 0.25  # of the questions that users ask; it is not measured
 
 def needs_several(row: Row) -> bool:
     """Whether the answer needs more than one of the row's passages."""
-    return len(own_passages(row)[0]) > 1
+    return len(needed_and_others(row)[0]) > 1
 
 
 def features_of(processor: ArcAlignerProcessor, rows: list[Row]) -> np.ndarray:
@@ -114,7 +114,7 @@ def fit_pairs(
     untitled = [row | {"passages": [passage["text"] for passage in row["passages"]]} for row in rows]
     for number, (row, row_scores) in enumerate(zip([*rows, *untitled], scores * 2, strict=True)):
         pairs = [*itertools.combinations(sorted(row_scores), 2)]
-        log_odds = {place: score.log_odds for place, score in row_scores.items()}
+        log_odds = {number_of_passage: score.log_odds for number_of_passage, score in row_scores.items()}
         features.append(pair_features(row["question"], row["passages"], log_odds, pairs, processor.spacy_model).numpy())
         is_needed += [[*pair] == row["gold"] for pair in pairs]
         groups += [number] * len(pairs)
@@ -148,7 +148,7 @@ def fit_multihop(
     Raises:
         `ValueError`: data without questions that need one passage, or without questions that need several.
     """
-    rows, held_out = asked_rows(recipe, number, held_out=False), mixed_rows(recipe, number_held_out, FITTED)
+    rows, held_out = question_rows(recipe, number, held_out=False), mixed_rows(recipe, number_held_out, FITTED)
     pairs = [row for row in mixed_rows(recipe, number_held_out, FITTED, (PAIRS_AMONG,)) if len(row["gold"]) == 2]
     several = [sum(map(needs_several, part)) for part in (rows, held_out)]
     one = [len(part) - count for part, count in zip((rows, held_out), several, strict=True)]

@@ -27,14 +27,14 @@ from ..common.files import markdown_table, run_command, stable_number
 from ..common.rows import Row, token_f1
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
-from .distractors import NearestPassages, own_passages
+from .distractors import NearestPassages, needed_and_others
 from .examples import open_part
 from .recipe import RecipeArguments
-from .validate import asked_rows, load_mean, read_recipe
+from .validate import load_mean, question_rows, read_recipe
 
 SIZES = 2, 3, 5
 WAYS = "top-ranked", "two", "three if unsure", "as needed", "all", "all, weighted", "needed"
-FITTED, ASKED = 0, 1  # halves of the held-out articles: the one of `train/multihop.py`, and the one of this table
+FITTED, MEASURED = 0, 1  # halves of the held-out articles: the one of `train/multihop.py`, and the one of this table
 UNSURE = 0.5  # answerability of the top-ranked passage, below which three are used
 CACHE_BYTES = 2**30
 
@@ -43,17 +43,17 @@ def mixed_rows(recipe: RecipeArguments, number: int, half: int, sizes: Sequence[
     """About `number` questions of a `half` of the held-out articles, 0 or 1. `passages` are those that the answer
     needs, mixed with the nearest others of the held-out articles; their number in all is drawn from `sizes`. `gold` has
     the numbers of the needed passages, and `needs` is `"one"` or `"several"`."""
-    rows = [row for row in asked_rows(recipe, 2 * number) if half_of(row) == half]
+    rows = [row for row in question_rows(recipe, 2 * number) if half_of(row) == half]
     nearest = NearestPassages(row for source in recipe.train_files for row in open_part(recipe, source, held_out=True))
     mixed = []
     for row in rows:
         draw = random.Random(row["id"])
-        needed, _ = own_passages(row)
+        needed, _ = needed_and_others(row)
         size = max(draw.choice(sizes), len(needed) + 1)
         others = nearest.without_answer(row["question"], row["answers"], needed, size - len(needed))
         order = draw.sample(range(len(needed) + len(others)), len(needed) + len(others))
-        passages = [[*needed, *others][place] for place in order]
-        gold = [number for number, place in enumerate(order) if place < len(needed)]
+        passages = [[*needed, *others][index] for index in order]
+        gold = [number for number, index in enumerate(order) if index < len(needed)]
         needs = "one" if len(needed) == 1 else "several"
         mixed.append(row | {"passages": passages, "gold": gold, "needs": needs})
     return mixed
@@ -61,39 +61,39 @@ def mixed_rows(recipe: RecipeArguments, number: int, half: int, sizes: Sequence[
 
 def half_of(row: Row) -> int:
     """The half of the articles that a question belongs to, 0 or 1. The first passage that it needs decides."""
-    return stable_number(f"half:{own_passages(row)[0][0]['title']}", 2)
+    return stable_number(f"half:{needed_and_others(row)[0][0]['title']}", 2)
 
 
 @torch.inference_mode()
 def answers_by_way(
-    model: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, rows: Sequence[Row], rate: int | str
+    model: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, rows: Sequence[Row], tokens_per_slot: int | str
 ) -> np.ndarray:
     """F1 of greedy answers, in percent: (num_rows, len(WAYS))."""
     cache = model.passage_cache(processor, max_bytes=CACHE_BYTES)
     answerer, f1 = Answerer(model, processor, cache), np.zeros((len(rows), len(WAYS)))
-    for place, row in enumerate(tqdm(rows, desc=f"answering questions, tokens_per_slot={rate}")):
+    for index, row in enumerate(tqdm(rows, desc=f"answering questions, tokens_per_slot={tokens_per_slot}")):
         question, passages = row["question"], row["passages"]
-        scores = answerer.score([question], [passages], tokens_per_slot=rate)[0]
+        scores = answerer.score([question], [passages], tokens_per_slot=tokens_per_slot)[0]
         (first,) = select_top(scores, 1)
-        chosen = {
+        selected = {
             "top-ranked": [first],
             "two": select_top(scores, 2),
             "three if unsure": select_top(scores, 3) if scores[first].answerability < UNSURE else [first],
-            "as needed": answerer.select([question], [passages], tokens_per_slot=rate)[0].numbers,
+            "as needed": answerer.select([question], [passages], tokens_per_slot=tokens_per_slot)[0].numbers,
             "all": range(len(passages)),
             "all, weighted": range(len(passages)),
             "needed": row["gold"],
         }
-        (weighted,) = answerer.select([question], [passages], len(passages), tokens_per_slot=rate)
+        (weighted,) = answerer.select([question], [passages], len(passages), tokens_per_slot=tokens_per_slot)
         answers = {}  # by the passages used, because several ways often use the same ones
         for column, way in enumerate(WAYS):
             prior = [weighted.prior] if way == "all, weighted" else None
-            key = (*chosen[way], prior is None)
+            key = (*selected[way], prior is None)
             if key not in answers:
-                used = [passages[number] for number in chosen[way]]
-                inputs = cache.prepare([question], [used], tokens_per_slot=rate, passage_prior=prior)
+                used = [passages[number] for number in selected[way]]
+                inputs = cache.prepare([question], [used], tokens_per_slot=tokens_per_slot, passage_prior=prior)
                 (answers[key],), _ = greedy_answers(model, processor, inputs, [question], [used])
-            f1[place, column] = 100 * token_f1(answers[key], row["answers"])
+            f1[index, column] = 100 * token_f1(answers[key], row["answers"])
     return f1
 
 
@@ -118,11 +118,11 @@ def main(
     data_dir: Annotated[str | None, typer.Option(help="Folder of the data. Default: the recipe's.")] = None,
 ) -> None:
     """Print the F1 of answers from the top-ranked passages, from all passages, and from those that are needed."""
-    rows = mixed_rows(read_recipe(recipe, data_dir), number, ASKED)
+    rows = mixed_rows(read_recipe(recipe, data_dir), number, MEASURED)
     model, processor = load_mean([aligner])
-    for rate in rates.split(","):
-        scores = answers_by_way(model, processor, rows, int(rate) if rate.isdecimal() else rate)
-        print(f"F1 in percent, with `tokens_per_slot` {rate}\n\n{table(rows, scores)}\n", flush=True)
+    for compression in rates.split(","):
+        scores = answers_by_way(model, processor, rows, int(compression) if compression.isdecimal() else compression)
+        print(f"F1 in percent, with `tokens_per_slot` {compression}\n\n{table(rows, scores)}\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -20,11 +20,11 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase, TrainingArguments
 from transformers.cache_utils import Cache, DynamicCache
 
-from ..attention_arcaligner import CACHE, check_can_separate, keep_passages_apart, key_rotation, rotate_keys
+from ..attention_arcaligner import CACHE, check_can_separate, key_rotation, rotate_keys, separate_inputs
 from ..encoder_arcaligner import EncoderTokenizer
 from ..modeling_arcaligner import ArcAlignerCausalLMOutputWithPast, ArcAlignerForCausalLM, postprocess_logits
-from ..segmentation_arcaligner import equal_runs
-from .batches import drawn_rate, encoder_inputs, padded, placed_words
+from ..segmentation_arcaligner import equal_spans
+from .batches import drawn_tokens_per_slot, encoder_inputs, padded, placed_words
 
 NO_SHARE = 1e-4  # added to attention, so that the logarithm is finite
 
@@ -49,13 +49,13 @@ class PassagesFirstCollator:
     - `encoder_inputs`, `context_word_ids`: the slots of these rows;
     - `input_ids`, `labels`, `turn_ids`, `position_ids`: `torch.LongTensor` (turn_rows, seq_len): packed turns, each row
       of one example; `turn_ids` is -1 in padding;
-    - `kept`: `torch.LongTensor` (turn_rows, num_kept), the positions of passages, counted over all rows, that the turns
-      of a row attend to: those of the beginning once, then all slots of the example; -1 in padding;
-    - `kept_moves`: `torch.LongTensor` (turn_rows, num_kept), by how many positions their keys are moved if each passage
-      directly precedes the turns (`passage_alignment="end"`);
-    - `is_slot`: `torch.BoolTensor` (turn_rows, num_kept);
-    - `holds_answer`: `torch.BoolTensor` (turn_rows, max_turns, num_kept), the slots of passages with the turn's answer;
-      none if no passage has it, or if all have it;
+    - `prefix_positions`: `torch.LongTensor` (turn_rows, num_prefix), the positions of passages, counted over all rows,
+      that the turns of a row attend to: those of the beginning once, then all slots of the example; -1 in padding;
+    - `prefix_moves`: `torch.LongTensor` (turn_rows, num_prefix), by how many positions their keys are moved if each
+      passage directly precedes the turns (`passage_alignment="end"`);
+    - `is_slot`: `torch.BoolTensor` (turn_rows, num_prefix);
+    - `holds_answer`: `torch.BoolTensor` (turn_rows, max_turns, num_prefix), the slots of passages with the turn's
+      answer; none if no passage has it, or if all have it;
     - `row_ids`: `list[str]`, of the examples.
     """
 
@@ -67,55 +67,62 @@ class PassagesFirstCollator:
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         row_ids = [row["row_id"] for row in rows]
-        rate = drawn_rate(rows, self.tokens_per_slot)
+        tokens_per_slot = drawn_tokens_per_slot(rows, self.tokens_per_slot)
         segments = [segment for row in rows for segment in row["segments"]]
-        runs = [equal_runs(len(segment["word_ids"]), rate) for segment in segments]
+        spans = [equal_spans(len(segment["word_ids"]), tokens_per_slot) for segment in segments]
         words = [
-            segment["word_ids"][start:end] for segment, ends in zip(segments, runs, strict=True) for start, end in ends
+            segment["word_ids"][start:end] for segment, ends in zip(segments, spans, strict=True) for start, end in ends
         ]
         # Slots of a segment are adjacent, and so are segments of a passage.
-        slots_of_segment = iter(map(len, runs))
-        heads, sizes, passages_of_row = [], [], []
+        slots_of_segment = iter(map(len, spans))
+        prefixes, sizes, passages_of_row = [], [], []
         for row in rows:
             counts: dict[int, int] = {}
             for segment in row["segments"]:
                 counts[segment["document"]] = counts.get(segment["document"], 0) + next(slots_of_segment)
             passages_of_row.append(list(counts))
             sizes += counts.values()
-            heads += [tuple(row["head"])] * len(counts)
-        packed = PackedPassages.of(heads, sizes)
-        places = torch.from_numpy(np.concatenate([packed.slots(n) for n in range(len(sizes))]))  # (num_slots,)
-        shape = len(packed.heads), packed.max_slots
+            prefixes += [tuple(row["head"])] * len(counts)
+        packed = PackedPassages.of(prefixes, sizes)
+        slot_indices = np.concatenate([packed.slot_indices(n) for n in range(len(sizes))])  # (num_slots,)
+        slot_indices = torch.from_numpy(slot_indices)
+        shape = len(packed.prefixes), packed.max_slots
         passage_ids = [
-            [*head, *[self.context_token_id] * size] for head, size in zip(packed.heads, packed.used, strict=True)
+            [*prefix_ids, *[self.context_token_id] * size]
+            for prefix_ids, size in zip(packed.prefixes, packed.used, strict=True)
         ]
         numbers = np.repeat(packed.numbers, sizes)  # (num_slots,)
         context_passage_ids = torch.full((shape[0] * shape[1],), -1)
-        context_passage_ids[places] = torch.from_numpy(numbers)
+        context_passage_ids[slot_indices] = torch.from_numpy(numbers)
         batch = {
             "passage_ids": padded(passage_ids, 0),
             "passage_mask": padded([[1] * len(ids) for ids in passage_ids], 0),
             "context_passage_ids": context_passage_ids.view(shape),
-            "encoder_inputs": encoder_inputs(self.encoder_tokenizer, segments, rate, places, shape[0] * shape[1]),
+            "encoder_inputs": encoder_inputs(
+                self.encoder_tokenizer, segments, tokens_per_slot, slot_indices, shape[0] * shape[1]
+            ),
             **self._turns(rows, passages_of_row, packed),
             "row_ids": row_ids,
         }
         if self.context_words:
-            batch["context_word_ids"] = placed_words(words, places, shape)
+            batch["context_word_ids"] = placed_words(words, slot_indices, shape)
         return batch
 
     def _turns(
         self, rows: list[dict[str, Any]], passages_of_row: list[list[int]], packed: "PackedPassages"
     ) -> dict[str, torch.Tensor]:
         """The part of the batch for the second phase: the turns, and which slots they attend to."""
-        names = ("input_ids", "labels", "turn_ids", "position_ids", "kept", "kept_moves", "is_slot")
+        names = ("input_ids", "labels", "turn_ids", "position_ids", "prefix_positions", "prefix_moves", "is_slot")
         columns: dict[str, list[list[int]]] = {name: [] for name in names}
         capacity = max(len(turn["input_ids"]) for row in rows for turn in row["turns"])
-        held, first = [], 0  # by row and turn: which kept positions belong to a passage with the answer
+        # By row and turn: which of the row's prefix positions belong to a passage with the answer.
+        answer_masks, first = [], 0
         for row, passages in zip(rows, passages_of_row, strict=True):
             numbers, length = range(first, first + len(passages)), len(row["head"])
             num_slots = [packed.sizes[number] for number in numbers]
-            kept = np.concatenate([packed.beginning(first), *map(packed.positions, numbers)]).tolist()
+            prefix_positions = np.concatenate(
+                [packed.prefix_text_indices(first), *map(packed.position_indices, numbers)]
+            ).tolist()
             moves = [0] * length + np.repeat([max(num_slots) - count for count in num_slots], num_slots).tolist()
             begin = length + max(num_slots)  # positions of a turn continue after the longest passage
             texts = self._texts(row, passages)
@@ -124,23 +131,25 @@ class PassagesFirstCollator:
                     columns[name].append([token for turn in turns for token in turn[name]])
                 counts = [len(turn["input_ids"]) for turn in turns]
                 columns["turn_ids"].append([number for number, count in enumerate(counts) for _ in range(count)])
-                columns["position_ids"].append([begin + at for count in counts for at in range(count)])
-                columns["kept"].append(kept)
-                columns["kept_moves"].append(moves)
+                columns["position_ids"].append([begin + offset for count in counts for offset in range(count)])
+                columns["prefix_positions"].append(prefix_positions)
+                columns["prefix_moves"].append(moves)
                 columns["is_slot"].append([0] * length + [1] * sum(num_slots))
-                held.append([])
+                answer_masks.append([])
                 for turn in turns:
                     answer = self._plain([label for label in turn["labels"] if label >= 0])
                     holds = [bool(answer) and answer in text for text in texts]
                     if all(holds):  # all passages contain it: no preference to learn
                         holds = [False] * len(holds)
-                    held[-1].append([0] * length + np.repeat(holds, num_slots).tolist())
+                    answer_masks[-1].append([0] * length + np.repeat(holds, num_slots).tolist())
             first += len(passages)
-        padding = {"labels": -100, "turn_ids": -1, "kept": -1}
+        padding = {"labels": -100, "turn_ids": -1, "prefix_positions": -1}
         batch = {name: padded(values, padding.get(name, 0)) for name, values in columns.items()}
         batch["is_slot"] = batch["is_slot"].bool()
-        holds_answer = torch.zeros(len(held), max(map(len, held)), batch["kept"].shape[1], dtype=torch.bool)
-        for number, turns in enumerate(held):
+        holds_answer = torch.zeros(
+            len(answer_masks), max(map(len, answer_masks)), batch["prefix_positions"].shape[1], dtype=torch.bool
+        )
+        for number, turns in enumerate(answer_masks):
             holds_answer[number, : len(turns), : len(turns[0])] = torch.tensor(turns, dtype=torch.bool)
         return batch | {"holds_answer": holds_answer}
 
@@ -158,7 +167,7 @@ class PassagesFirstCollator:
 class PackedPassages(NamedTuple):
     """Where the passages of a batch are: rows with the beginning of a prompt, and the slots of passages after it."""
 
-    heads: list[tuple[int, ...]]  # of each row, the ids before the slots
+    prefixes: list[tuple[int, ...]]  # of each row, the ids before the slots
     used: list[int]  # of each row, its slots
     sizes: Sequence[int]  # of each passage, its slots
     rows: list[int]  # of each passage
@@ -168,42 +177,44 @@ class PackedPassages(NamedTuple):
     width: int  # positions of the longest row
 
     @classmethod
-    def of(cls, heads: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> "PackedPassages":
+    def of(cls, prefixes: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> "PackedPassages":
         """Pack passages of `sizes` slots, the largest first, each into the first row with room for it and the same
         beginning. No row is longer than the longest passage needs.
 
         >>> PackedPassages.of([(7,)] * 4, [3, 5, 2, 4]).rows
         [2, 0, 2, 1]
         """
-        width = max(len(head) + size for head, size in zip(heads, sizes, strict=True))
-        row_heads, used, counts = [], [], []  # of each row
+        width = max(len(prefix_ids) + size for prefix_ids, size in zip(prefixes, sizes, strict=True))
+        row_prefixes, used, counts = [], [], []  # of each row
         rows, starts, numbers = ([0] * len(sizes) for _ in range(3))
-        for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
-            head, size = heads[place], sizes[place]
-            room = width - len(head) - size
-            row = next((n for n, slots in enumerate(used) if slots <= room and row_heads[n] == head), len(used))
+        for passage in sorted(range(len(sizes)), key=lambda passage: -sizes[passage]):
+            prefix_ids, size = prefixes[passage], sizes[passage]
+            free = width - len(prefix_ids) - size
+            row = next(
+                (n for n, slots in enumerate(used) if slots <= free and row_prefixes[n] == prefix_ids), len(used)
+            )
             if row == len(used):
-                row_heads.append(head)
+                row_prefixes.append(prefix_ids)
                 used.append(0)
                 counts.append(0)
-            rows[place], starts[place], numbers[place] = row, used[row], counts[row]
+            rows[passage], starts[passage], numbers[passage] = row, used[row], counts[row]
             used[row] += size
             counts[row] += 1
-        return cls(row_heads, used, sizes, rows, starts, numbers, max(used), width)
+        return cls(row_prefixes, used, sizes, rows, starts, numbers, max(used), width)
 
-    def slots(self, passage: int) -> np.ndarray:
+    def slot_indices(self, passage: int) -> np.ndarray:
         """The flat indices of a passage's slots among (passage_rows, max_slots)."""
         return self.rows[passage] * self.max_slots + self.starts[passage] + np.arange(self.sizes[passage])
 
-    def beginning(self, passage: int) -> np.ndarray:
+    def prefix_text_indices(self, passage: int) -> np.ndarray:
         """Where the beginning of the prompt is in the row of a passage: flat indices among (passage_rows, longest)."""
         row = self.rows[passage]
-        return row * self.width + np.arange(len(self.heads[row]))
+        return row * self.width + np.arange(len(self.prefixes[row]))
 
-    def positions(self, passage: int) -> np.ndarray:
+    def position_indices(self, passage: int) -> np.ndarray:
         """Where a passage's slots are: flat indices among (passage_rows, longest)."""
         row = self.rows[passage]
-        start = row * self.width + len(self.heads[row]) + self.starts[passage]
+        start = row * self.width + len(self.prefixes[row]) + self.starts[passage]
         return start + np.arange(self.sizes[passage])
 
 
@@ -213,13 +224,13 @@ def turn_rows(turns: Sequence[dict[str, list[int]]], capacity: int) -> list[list
     >>> [len(row) for row in turn_rows([{"input_ids": [1] * size} for size in (4, 5, 3, 2, 9)], 9)]
     [2, 2, 1]
     """
-    rows, room = [], 0
+    rows, free = [], 0
     for turn in turns:
-        if (size := len(turn["input_ids"])) > room:
+        if (size := len(turn["input_ids"])) > free:
             rows.append([])
-            room = capacity
+            free = capacity
         rows[-1].append(turn)
-        room -= size
+        free -= size
     return rows
 
 
@@ -264,7 +275,7 @@ def run_passages_first(
     """
     text_config, cache = model.config.text_config, DynamicCache()
     numbers = slots["context_passage_ids"]
-    mask, positions = keep_passages_apart(
+    mask, positions = separate_inputs(
         batch["passage_ids"] == model.config.context_token_id, numbers, batch["passage_mask"], None, None, model.dtype
     )
     # Without `context_passage_ids`: rows share passages of several examples, so their keys are moved afterwards.
@@ -277,14 +288,14 @@ def run_passages_first(
         **{name: value for name, value in slots.items() if name != "context_passage_ids"},
     )
     turn_ids = batch["turn_ids"]
-    moves = batch["kept_moves"] if model.config.passage_alignment == "end" else None
+    moves = batch["prefix_moves"] if model.config.passage_alignment == "end" else None
     outputs = model.model.backbone(
         input_ids=batch["input_ids"],
-        attention_mask=turns_mask(turn_ids, batch["kept"], model.dtype),
+        attention_mask=turns_mask(turn_ids, batch["prefix_positions"], model.dtype),
         position_ids=batch["position_ids"],
         use_cache=True,
         output_attentions=bool(attention_layers),
-        **{CACHE: kept_positions(cache, batch["kept"], text_config, moves)},
+        **{CACHE: select_prefix(cache, batch["prefix_positions"], text_config, moves)},
     )
     loss = model.targets_loss(outputs.last_hidden_state, batch["labels"], num_items_in_batch)
     attention = None
@@ -297,32 +308,32 @@ def run_passages_first(
     return output, attention
 
 
-def kept_positions(
-    cache: Cache, kept: torch.LongTensor, config: PreTrainedConfig, moves: torch.LongTensor | None = None
+def select_prefix(
+    cache: Cache, positions: torch.LongTensor, config: PreTrainedConfig, moves: torch.LongTensor | None = None
 ) -> DynamicCache:
-    """Select from `cache` the keys and values at the positions `kept` (batch, num_kept), counted over all rows. Where
-    `kept` is -1 they are arbitrary. Keys are moved by `moves` (batch, num_kept) positions, if given; `config` is the
-    backbone's."""
-    taken, (batch, num_kept) = DynamicCache(), kept.shape
-    flat = kept.clamp(min=0).flatten()
-    rotation = None if moves is None else key_rotation(moves[:, None], config)  # each (batch, 1, num_kept, head_dim)
+    """Select from `cache` the keys and values at the positions `positions` (batch, num_prefix), counted over all rows.
+    Where `positions` is -1 they are arbitrary. Keys are moved by `moves` (batch, num_prefix) positions, if given;
+    `config` is the backbone's."""
+    selection, (batch, num_prefix) = DynamicCache(), positions.shape
+    flat = positions.clamp(min=0).flatten()
+    rotation = None if moves is None else key_rotation(moves[:, None], config)  # each (batch, 1, num_prefix, head_dim)
     for number, layer in zip(range(config.num_hidden_layers), cache.layers, strict=True):
         selected = []
         for states in (layer.keys, layer.values):  # (passages, heads, longest, head_dim)
-            rows = states.transpose(1, 2).flatten(0, 1).index_select(0, flat)  # (batch * num_kept, heads, head_dim)
-            selected.append(rows.view(batch, num_kept, *rows.shape[1:]).transpose(1, 2))
+            rows = states.transpose(1, 2).flatten(0, 1).index_select(0, flat)  # (batch * num_prefix, heads, head_dim)
+            selected.append(rows.view(batch, num_prefix, *rows.shape[1:]).transpose(1, 2))
         if rotation is not None:
             selected[0] = rotate_keys(selected[0], *rotation)
-        taken.update(*selected, number)
-    return taken
+        selection.update(*selected, number)
+    return selection
 
 
-def turns_mask(turn_ids: torch.LongTensor, kept: torch.LongTensor, dtype: torch.dtype) -> torch.Tensor:
-    """Additive mask of the turns: a position attends to the kept positions (the beginning of the prompt and the slots
+def turns_mask(turn_ids: torch.LongTensor, prefix_positions: torch.LongTensor, dtype: torch.dtype) -> torch.Tensor:
+    """Additive mask of the turns: a position attends to its prefix (the beginning of the prompt and the slots
     of its example), and to its own turn up to itself. 0 where it attends and the lowest number elsewhere, (batch, 1,
-    seq_len, num_kept + seq_len); `turn_ids` (batch, seq_len), `kept` -1 in padding."""
+    seq_len, num_prefix + seq_len); `turn_ids` (batch, seq_len), `prefix_positions` -1 in padding."""
     (batch, seq_len), index = turn_ids.shape, torch.arange(turn_ids.shape[1], device=turn_ids.device)
-    before = (kept >= 0)[:, None, :].expand(batch, seq_len, -1)
+    before = (prefix_positions >= 0)[:, None, :].expand(batch, seq_len, -1)
     in_turn = (turn_ids[:, :, None] == turn_ids[:, None, :]) & (index[None, :] <= index[:, None])
     is_visible = torch.cat([before, in_turn], dim=2)[:, None]
     mask = torch.zeros(is_visible.shape, dtype=dtype, device=is_visible.device)
@@ -332,16 +343,19 @@ def turns_mask(turn_ids: torch.LongTensor, kept: torch.LongTensor, dtype: torch.
 def attention_loss(attentions: Sequence[torch.Tensor], batch: dict[str, torch.Tensor]) -> torch.Tensor | None:
     """Mean of `-log` of the share of slot attention that goes to passages with the answer. It is the mean over layers,
     and over positions that predict an answer which some passages contain and others do not. `attentions` has the
-    attention weights of each layer, (batch, heads, seq_len, num_kept + seq_len)."""
+    attention weights of each layer, (batch, heads, seq_len, num_prefix + seq_len)."""
     turns = batch["turn_ids"]  # (batch, seq_len)
     predicts = torch.nn.functional.pad(batch["labels"][:, 1:] >= 0, (0, 1))
-    holds = batch["holds_answer"].gather(1, turns.clamp(min=0)[:, :, None].expand(-1, -1, batch["kept"].shape[1]))
-    is_asked = predicts & holds.any(dim=2)
-    if not is_asked.any():
+    holds = batch["holds_answer"].gather(
+        1, turns.clamp(min=0)[:, :, None].expand(-1, -1, batch["prefix_positions"].shape[1])
+    )
+    has_answer = predicts & holds.any(dim=2)
+    if not has_answer.any():
         return None
     losses = []
     for weights in attentions:
-        slot_attention = weights[..., : holds.shape[2]].float().sum(dim=1)  # over heads: (batch, seq_len, num_kept)
-        in_slots, held = (slot_attention * batch["is_slot"][:, None]).sum(dim=2), (slot_attention * holds).sum(dim=2)
-        losses.append((torch.log(in_slots + NO_SHARE) - torch.log(held + NO_SHARE))[is_asked].mean())
+        slot_attention = weights[..., : holds.shape[2]].float().sum(dim=1)  # over heads: (batch, seq_len, num_prefix)
+        in_slots = (slot_attention * batch["is_slot"][:, None]).sum(dim=2)  # (batch, seq_len)
+        in_answers = (slot_attention * holds).sum(dim=2)
+        losses.append((torch.log(in_slots + NO_SHARE) - torch.log(in_answers + NO_SHARE))[has_answer].mean())
     return torch.stack(losses).mean()

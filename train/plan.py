@@ -172,22 +172,22 @@ def stage_memory(
     idle = sum(parameter.numel() for _, parameter in model.aligner_parameters()) - trained
     of_encoder = num_encoder_lora(encoder, recipe.encoder_lora_r) if recipe.encoder_lora_r else 0
     positions = args.batch_tokens or args.per_device_train_batch_size * longest
-    finest = min((rate for rate in recipe.tokens_per_slot if rate != "segment"), default=None)
+    finest = min((entry for entry in recipe.tokens_per_slot if entry != "segment"), default=None)
     slots = round(positions * (SENTENCE_SLOT_SHARE if finest is None else SLOT_SHARE))
     layers, factor = config.num_hidden_layers, GATING_FACTOR if recipe.stage == "gating" else 1.0
-    kept = factor * activation_bytes(config, positions, slots, itemsize, layers)
+    stored = factor * activation_bytes(config, positions, slots, itemsize, layers)
     again = layers * positions * config.hidden_size * itemsize
     again += factor * activation_bytes(config, positions, slots, itemsize, 1)
     if recipe.encoder_lora_r:
         encoder_positions = slots * (finest or TOKENS_OF_A_SENTENCE)
         sizes = encoder_positions, encoder_positions, itemsize, encoder.num_hidden_layers
         encoder_bytes = activation_bytes(encoder, *sizes)
-        kept, again = kept + encoder_bytes, again + encoder_bytes
+        stored, again = stored + encoder_bytes, again + encoder_bytes
     memory = Memory(
         backbone=frozen * itemsize,
         encoder=num_parameters(encoder) * itemsize,
         aligner=16 * (trained + of_encoder) + 4 * idle,
-        activations=round(kept),
+        activations=round(stored),
         with_checkpointing=round(again),
     )
     return memory, trained + of_encoder

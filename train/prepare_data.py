@@ -47,8 +47,8 @@ from ..common.data_sets import (
     squad_row,
     wikipedia_row,
 )
-from ..common.files import markdown_table, read_json_lines, refuse_unknown, run_command, write_whole
-from ..common.rows import Row, own_row
+from ..common.files import markdown_table, read_json_lines, refuse_unknown, run_command, write_atomically
+from ..common.rows import Row, normalized_row
 
 HELD_OUT = 2000  # paragraphs
 HELD_OUT_FILE = "recon_heldout.jsonl.gz"  # made together with recon_train.jsonl.gz
@@ -104,11 +104,11 @@ SOURCES = (
 def _limited(source: Source, stream: datasets.IterableDataset) -> Iterator[Row]:
     """The first rows of a set. With a limit, each of its files contributes equally; if one has too few, later ones
     contribute more."""
-    taken = 0
+    num_taken = 0
     for file in range(stream.num_shards):
-        most = None if source.limit is None else source.limit * (file + 1) // stream.num_shards - taken
-        for row in itertools.islice(_converted(source, stream.shard(stream.num_shards, file)), most):
-            taken += 1
+        limit = None if source.limit is None else source.limit * (file + 1) // stream.num_shards - num_taken
+        for row in itertools.islice(_converted(source, stream.shard(stream.num_shards, file)), limit):
+            num_taken += 1
             yield row
 
 
@@ -122,7 +122,7 @@ def _converted(source: Source, stream: datasets.IterableDataset) -> Iterator[Row
             return
         try:
             converted = source.to_rows(row) or ()
-            rows = [_own(row, source) for row in ([converted] if isinstance(converted, dict) else converted)]
+            rows = [_stored_row(row, source) for row in ([converted] if isinstance(converted, dict) else converted)]
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(
                 f"{source.place} has a row in an unexpected format ({type(error).__name__}: {error}), with the fields "
@@ -131,9 +131,11 @@ def _converted(source: Source, stream: datasets.IterableDataset) -> Iterator[Row
         yield from (row for row in rows if any(passage["text"].strip() for passage in row["passages"]))
 
 
-def _own(row: Row, source: Source) -> Row:
+def _stored_row(row: Row, source: Source) -> Row:
     """A row as it is written to a file."""
-    stored = own_row(row | {"id": f"{source.name}_{row['id']}"}, 0, where=source.place) | {"dataset": source.place}
+    stored = normalized_row(row | {"id": f"{source.name}_{row['id']}"}, 0, where=source.place) | {
+        "dataset": source.place
+    }
     gold = stored.pop("gold")
     return stored | {"meta": {"gold": gold}} if gold else stored
 
@@ -161,7 +163,7 @@ def write_file(path: Path, rows: Iterable[Row]) -> None:
             for row in rows:
                 packed.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
 
-    write_whole(path, write)
+    write_atomically(path, write)
 
 
 def split_paragraphs(rows: Iterable[Row], known_titles: set[str]) -> tuple[list[Row], list[Row]]:
@@ -178,7 +180,7 @@ def split_paragraphs(rows: Iterable[Row], known_titles: set[str]) -> tuple[list[
 def prepare(output: Path, sources: Sequence[Source], copies: Path | None = None) -> None:
     """Make the files of `TRAINING_FILES` in `output`, and its `README.md`; finished files stay."""
     if not (output / "README.md").exists():
-        write_whole(output / "README.md", DESCRIPTION)
+        write_atomically(output / "README.md", DESCRIPTION)
     for name in TRAINING_FILES:
         used = [source for source in sources if source.place in TRAINING_FILES[name]]
         if name == HELD_OUT_FILE or not used:
@@ -216,7 +218,7 @@ def _make(output: Path, name: str, sources: list[Source], copies: Path | None) -
     table = [[*LICENCES[place], f"{place}, {revision}", numbers[place]] for place, revision in revisions.items()]
     lines = ["", f"## {made}", "", *markdown_table(["Set", "Licence", "From", "Rows"], table), ""]
     page = re.sub(rf"\n## {re.escape(made)}\n[^#]*", "", (output / "README.md").read_text(encoding="utf-8"))
-    write_whole(output / "README.md", page + "\n".join(lines))
+    write_atomically(output / "README.md", page + "\n".join(lines))
 
 
 # The command

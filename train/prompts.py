@@ -56,16 +56,16 @@ def text_ids(processor: ArcAlignerProcessor, row: Row) -> tuple[list[int], list[
     return processor.tokenize_prompt(before + passages_text(row)), processor.tokenize_prompt(after)
 
 
-class ApartText(NamedTuple):
+class IndependentText(NamedTuple):
     """Ids of a prompt of text whose passages do not attend to each other, like the slots of `passage_attention`
     "separate": the text before the passages, each passage, and the text after them."""
 
-    head: list[int]
+    prefix_ids: list[int]
     passages: list[list[int]]
-    tail: list[int]
+    suffix_ids: list[int]
 
     @classmethod
-    def of(cls, row: Row, before: str, after: str, tokenize: Callable[[str], list[int]]) -> "ApartText":
+    def of(cls, row: Row, before: str, after: str, tokenize: Callable[[str], list[int]]) -> "IndependentText":
         """From the passages of `row`, and the prompt `before` and `after` them. All parts are tokenized separately."""
         passages = [tokenize(passages_text({"passages": [passage]})) for passage in row["passages"]]
         return cls(tokenize(before), passages, tokenize(after))
@@ -73,13 +73,13 @@ class ApartText(NamedTuple):
     @property
     def ids(self) -> list[int]:
         """The whole prompt."""
-        return [*self.head, *itertools.chain.from_iterable(self.passages), *self.tail]
+        return [*self.prefix_ids, *itertools.chain.from_iterable(self.passages), *self.suffix_ids]
 
     @property
     def passage_ids(self) -> list[int]:
         """For each of `ids` the index of its passage, or -1 before and after the passages."""
         numbers = (number for number, ids in enumerate(self.passages) for _ in ids)
-        return [-1] * len(self.head) + [*numbers] + [-1] * len(self.tail)
+        return [-1] * len(self.prefix_ids) + [*numbers] + [-1] * len(self.suffix_ids)
 
 
 @torch.inference_mode()

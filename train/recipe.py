@@ -23,7 +23,7 @@ from ..encoder_arcaligner import fastest_dtype
 from ..loading_arcaligner import resolve_model
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import check_tokens_per_slot
-from .distractors import MOST_DISTRACTORS
+from .distractors import MAX_DISTRACTORS
 from .run import run_settings
 
 logger = logging.getLogger(__name__)
@@ -163,11 +163,11 @@ class RecipeArguments:
 
     def __post_init__(self):
         # On the command line the entries are texts, in a recipe they may be numbers.
-        self.tokens_per_slot = [int(rate) if str(rate).isdecimal() else rate for rate in self.tokens_per_slot]
+        self.tokens_per_slot = [int(entry) if str(entry).isdecimal() else entry for entry in self.tokens_per_slot]
         if not self.tokens_per_slot:
             raise ValueError('`tokens_per_slot` is empty; expected at least one entry, such as ["segment"].')
-        for rate in self.tokens_per_slot:
-            check_tokens_per_slot(rate)
+        for entry in self.tokens_per_slot:
+            check_tokens_per_slot(entry)
         refuse_unknown("`aligner`", self.aligner, [f.name for f in dataclasses.fields(ArcAlignerConfig)])
         refuse_unknown("`processor`", self.processor, inspect.signature(ArcAlignerProcessor).parameters)
         for key in self.aligner.keys() & FROM_PROCESSOR:
@@ -187,8 +187,8 @@ class RecipeArguments:
                 raise ValueError(f"`{key}` is {getattr(self, key)}; expected at least 1.")
         if not 0.0 <= self.distractors <= 1.0:
             raise ValueError(f"`distractors` is {self.distractors}; expected a share of the examples, from 0 to 1.")
-        if not 1 <= self.max_distractors <= MOST_DISTRACTORS:
-            raise ValueError(f"`max_distractors` is {self.max_distractors}; expected 1 to {MOST_DISTRACTORS}.")
+        if not 1 <= self.max_distractors <= MAX_DISTRACTORS:
+            raise ValueError(f"`max_distractors` is {self.max_distractors}; expected 1 to {MAX_DISTRACTORS}.")
         for key in ("validation_share", "reconstruction_share"):
             if not 0.0 <= getattr(self, key) < 1.0:
                 raise ValueError(f"`{key}` is {getattr(self, key)}; expected a share of at least 0 and less than 1.")
@@ -413,11 +413,11 @@ class AlignerTrainingConfig(SFTConfig):
                 "`eval_slot_gap` swaps slots between the rows of a batch, and `per_device_eval_batch_size` is "
                 f"{self.per_device_eval_batch_size}. Set it to 2 or more."
             )
-        mean, kept = self.average_checkpoints, self.save_total_limit
-        if mean < 0 or (mean and self.save_strategy == "no") or (kept is not None and kept < mean):
+        mean, num_saved = self.average_checkpoints, self.save_total_limit
+        if mean < 0 or (mean and self.save_strategy == "no") or (num_saved is not None and num_saved < mean):
             raise ValueError(
                 f"`average_checkpoints` is {mean}, `save_strategy` {str(self.save_strategy)!r} and `save_total_limit` "
-                f"{kept}. To average checkpoints, save them and keep at least that many. Otherwise set "
+                f"{num_saved}. To average checkpoints, save them and keep at least that many. Otherwise set "
                 "`average_checkpoints` to 0."
             )
         super().__post_init__()

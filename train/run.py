@@ -26,7 +26,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from ..common.files import printable, write_whole
+from ..common.files import printable, write_atomically
 from ..encoder_arcaligner import ENCODER_FOLDER
 from ..loading_arcaligner import AlignerMixin
 from ..processing_arcaligner import ArcAlignerProcessor
@@ -158,7 +158,7 @@ def claim_folder(output_dir: str, settings: str, is_main: bool) -> Iterator[None
         for leftover in folder.glob(".saving-*"):  # left by a killed process
             shutil.rmtree(leftover)
         if not has_begun(folder):
-            write_whole(folder / RECIPE_FILE, settings)
+            write_atomically(folder / RECIPE_FILE, settings)
         yield
 
 

@@ -34,9 +34,17 @@ from ..encoder_arcaligner import EncoderTokenizer
 from ..loading_arcaligner import resolve_model
 from ..modeling_arcaligner import ArcAlignerForCausalLM, ContextProjector
 from ..processing_arcaligner import ArcAlignerProcessor
-from ..segmentation_arcaligner import equal_runs
+from ..segmentation_arcaligner import equal_spans
 from ..share.export import save_stage
-from .batches import RatedExamples, TokenBatches, drawn_rate, encoder_inputs, example_lengths, padded, placed_words
+from .batches import (
+    ExamplesWithCompression,
+    TokenBatches,
+    drawn_tokens_per_slot,
+    encoder_inputs,
+    example_lengths,
+    padded,
+    placed_words,
+)
 from .examples import ExampleBuilder, ExampleSelector, word_rarity
 from .passages_first import PassagesFirstCollator, check_passages_first, run_passages_first
 from .recipe import (
@@ -96,12 +104,12 @@ class ContextCollator:
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         row_ids = [row["row_id"] for row in rows]
-        rate = drawn_rate(rows, self.tokens_per_slot)
+        tokens_per_slot = drawn_tokens_per_slot(rows, self.tokens_per_slot)
         slots = [  # of each row, the number of the passage and the words of each slot
             [
                 (segment["document"], segment["word_ids"][start:end])
                 for segment in row["segments"]
-                for start, end in equal_runs(len(segment["word_ids"]), rate)
+                for start, end in equal_spans(len(segment["word_ids"]), tokens_per_slot)
             ]
             for row in rows
         ]
@@ -115,19 +123,21 @@ class ContextCollator:
                 turns[-1] += [number] * len(turn["input_ids"])
         segments = [segment for row in rows for segment in row["segments"]]
         passages = padded([[passage for passage, _ in row_slots] for row_slots in slots], -1)  # (batch, max_slots)
-        places = (passages.flatten() >= 0).nonzero()[:, 0]  # (num_slots,)
+        slot_indices = (passages.flatten() >= 0).nonzero()[:, 0]  # (num_slots,)
         batch = {
             "input_ids": padded(ids, self.pad_token_id),
             "labels": padded(labels, -100),
             "turn_ids": padded(turns, -1),
             "max_turns": max(len(row["turns"]) for row in rows),
-            "encoder_inputs": encoder_inputs(self.encoder_tokenizer, segments, rate, places, passages.numel()),
+            "encoder_inputs": encoder_inputs(
+                self.encoder_tokenizer, segments, tokens_per_slot, slot_indices, passages.numel()
+            ),
             "context_passage_ids": passages,
             "row_ids": row_ids,
         }
         if self.context_words:
             words = [slot_words for row_slots in slots for _, slot_words in row_slots]
-            batch["context_word_ids"] = placed_words(words, places, passages.shape)
+            batch["context_word_ids"] = placed_words(words, slot_indices, passages.shape)
         return batch
 
 
@@ -226,7 +236,7 @@ class AlignerTrainer(SFTTrainer):
         # saved with the processor.
         model.encoder_weights = torch.nn.ParameterList(encoder_weights)
         super().__init__(model, **kwargs)
-        model.register_load_state_dict_post_hook(_expect_aligner_alone)
+        model.register_load_state_dict_post_hook(_expect_aligner_only)
         self.add_callback(StepCallback(self))
         # A loss that is not finite ends the run; the filter would synchronize twice a step.
         self.args.logging_nan_inf_filter = False
@@ -265,9 +275,16 @@ class AlignerTrainer(SFTTrainer):
             "prefetch_factor": args.dataloader_prefetch_factor,
         }
         if args.batch_tokens is not None:
-            rates, num_batches = self.data_collator.tokens_per_slot, args.max_steps * args.gradient_accumulation_steps
-            batches = TokenBatches(example_lengths(dataset, rates), rates, args.batch_tokens, num_batches, seed)
-            return self.accelerator.prepare(DataLoader(RatedExamples(dataset), batch_sampler=batches, **loading))
+            compressions, num_batches = (
+                self.data_collator.tokens_per_slot,
+                args.max_steps * args.gradient_accumulation_steps,
+            )
+            batches = TokenBatches(
+                example_lengths(dataset, compressions), compressions, args.batch_tokens, num_batches, seed
+            )
+            return self.accelerator.prepare(
+                DataLoader(ExamplesWithCompression(dataset), batch_sampler=batches, **loading)
+            )
         # The lengths as a list, because reading a single value of a column takes up to 1 ms.
         if args.train_sampling_strategy == "group_by_length":
             sampler = LengthGroupedSampler(
@@ -310,7 +327,7 @@ class AlignerTrainer(SFTTrainer):
         self._losses_of_step.append((loss.detach(), inputs["row_ids"]))
         if not self.model.training:  # in training they are checked once a step, with the gradients
             self.check_finite()
-        self._keep_metrics(inputs, outputs)
+        self._record_metrics(inputs, outputs)
         return (loss, outputs) if return_outputs else loss
 
     def _encode(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -395,7 +412,7 @@ class AlignerTrainer(SFTTrainer):
                 )
 
     @torch.no_grad()
-    def _keep_metrics(self, inputs: dict[str, Any], outputs) -> None:
+    def _record_metrics(self, inputs: dict[str, Any], outputs) -> None:
         if not self.model.training:
             num_targets = (inputs["labels"][:, 1:] != -100).sum()
             self._eval_losses.append(torch.stack([outputs.loss.detach() * num_targets, num_targets]))
@@ -503,7 +520,7 @@ class StepCallback(TrainerCallback):
         self.trainer.gather_counts()
 
 
-def _expect_aligner_alone(model: ArcAlignerForCausalLM, keys) -> None:
+def _expect_aligner_only(model: ArcAlignerForCausalLM, keys) -> None:
     """Hook: a checkpoint contains the aligner only, so missing weights of the base model are no error."""
     keys.missing_keys[:] = [key for key in keys.missing_keys if model.is_aligner_key(key)]
 

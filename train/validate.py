@@ -25,12 +25,12 @@ import typer
 from tqdm.auto import tqdm
 
 from ..answering_arcaligner import greedy_answers
-from ..common.files import markdown_table, run_command, stable_number, write_whole
+from ..common.files import markdown_table, run_command, stable_number, write_atomically
 from ..common.rows import Row, token_f1
 from ..modeling_arcaligner import ArcAlignerForCausalLM, head_nll
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..share.export import save_stage
-from .distractors import own_passages
+from .distractors import needed_and_others
 from .examples import ExampleBuilder, open_part
 from .prompts import slot_inputs
 from .recipe import RecipeArguments
@@ -57,7 +57,7 @@ def _drawn(row: Row) -> int:
     return stable_number(f"validate:{row['id']}", 2**60)
 
 
-def asked_rows(recipe: RecipeArguments, number: int, held_out: bool = True) -> list[Row]:
+def question_rows(recipe: RecipeArguments, number: int, held_out: bool = True) -> list[Row]:
     """About `number` questions of the held-out articles, or of the others, equally many from each set if there are
     enough. The added key `source` is the entry of `train_files` that a row comes from."""
     by_kind: dict[str, list[Row]] = defaultdict(list)
@@ -65,30 +65,30 @@ def asked_rows(recipe: RecipeArguments, number: int, held_out: bool = True) -> l
         for row in open_part(recipe, source, held_out):
             if row["question"].strip() and row["answers"]:
                 by_kind[kind_of(row)].append(row | {"source": source})
-    chosen, left = [], number
-    for place, rows in enumerate(sorted(by_kind.values(), key=len)):
-        taken = sorted(rows, key=_drawn)[: max(1, left // (len(by_kind) - place))]
-        left -= len(taken)
-        chosen += taken
-    return chosen
+    selected, num_left = [], number
+    for number_of_kind, rows in enumerate(sorted(by_kind.values(), key=len)):
+        drawn = sorted(rows, key=_drawn)[: max(1, num_left // (len(by_kind) - number_of_kind))]
+        num_left -= len(drawn)
+        selected += drawn
+    return selected
 
 
 @torch.inference_mode()
 def target_losses(
-    model: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, examples: Sequence[dict], rate: int | str
+    model: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, examples: Sequence[dict], tokens_per_slot: int | str
 ) -> np.ndarray:
-    """For each example, the summed NLL of its target tokens (Eq. 10) and their number, with slots of `rate` tokens:
-    (num_examples, 2)."""
+    """For each example, the summed NLL of its target tokens (Eq. 10) and their number, with slots of `tokens_per_slot`
+    tokens: (num_examples, 2)."""
     collator = ContextCollator(
         processor.context_token_id,
         processor.tokenizer.pad_token_id or 0,
         processor.encoder.text_tokenizer,
-        (rate,),
+        (tokens_per_slot,),
         context_words=bool(model.config.word_parts),
     )
     losses = np.zeros((len(examples), 2))
     shortest_first = sorted(range(len(examples)), key=lambda number: examples[number]["length"])
-    for start in tqdm(range(0, len(examples), BATCH), desc=f"losses, tokens_per_slot={rate}", leave=False):
+    for start in tqdm(range(0, len(examples), BATCH), desc=f"losses, tokens_per_slot={tokens_per_slot}", leave=False):
         numbers = shortest_first[start : start + BATCH]
         batch = collator([examples[number] for number in numbers])
         slots = encode_slots(model.config, processor, batch)
@@ -122,14 +122,14 @@ def means_and_errors(losses: np.ndarray, kinds: list[str], articles: list[str]) 
 
 
 def answers(
-    model: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, rows: list[Row], rate: int | str
+    model: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, rows: list[Row], tokens_per_slot: int | str
 ) -> dict[str, float]:
     """Mean F1 of greedy answers to `rows`, in percent, by kind."""
     scores = defaultdict(list)
     rows = sorted(rows, key=lambda row: sum(len(passage["text"]) for passage in row["passages"]))
-    for start in tqdm(range(0, len(rows), BATCH), desc=f"answers, tokens_per_slot={rate}", leave=False):
+    for start in tqdm(range(0, len(rows), BATCH), desc=f"answers, tokens_per_slot={tokens_per_slot}", leave=False):
         batch = rows[start : start + BATCH]
-        inputs = slot_inputs(processor, batch, tokens_per_slot=rate)
+        inputs = slot_inputs(processor, batch, tokens_per_slot=tokens_per_slot)
         arguments = [row["question"] for row in batch], [row["passages"] for row in batch]
         texts, _ = greedy_answers(model, processor, inputs, *arguments)
         for row, text in zip(batch, texts, strict=True):
@@ -141,32 +141,34 @@ def validate(
     model: ArcAlignerForCausalLM,
     processor: ArcAlignerProcessor,
     recipe: RecipeArguments,
-    rates: Sequence[int | str],
+    compressions: Sequence[int | str],
     number: int,
     num_answers: int,
 ) -> dict[str, dict]:
     """Losses and F1 of answers, by tokens per slot and kind. A loss is a pair of the mean and its standard error."""
-    rows = [row | {"passages": own_passages(row)[0]} for row in asked_rows(recipe, number)]
+    rows = [row | {"passages": needed_and_others(row)[0]} for row in question_rows(recipe, number)]
     texts = [row for source in recipe.reconstruction_files for row in open_part(recipe, source, held_out=True)]
     texts = sorted(texts, key=_drawn)[: number // 4]
     kinds, articles, examples = zip(*_examples(processor, rows, texts), strict=True)
     results = {}
-    for rate in rates:
-        losses = target_losses(model, processor, examples, rate)
-        results[str(rate)] = {"loss": means_and_errors(losses, kinds, articles)}
+    for compression in compressions:
+        losses = target_losses(model, processor, examples, compression)
+        results[str(compression)] = {"loss": means_and_errors(losses, kinds, articles)}
         if num_answers:
-            results[str(rate)]["f1"] = answers(model, processor, rows[:: max(1, len(rows) // num_answers)], rate)
+            results[str(compression)]["f1"] = answers(
+                model, processor, rows[:: max(1, len(rows) // num_answers)], compression
+            )
     return results
 
 
 def _examples(processor: ArcAlignerProcessor, rows: list[Row], texts: list[Row]) -> list[tuple[str, str, dict]]:
     """Kind, article and example of each question, then of each part of a text to reconstruct."""
     builder = ExampleBuilder(processor, max_segments=8, tokens_per_slot=(2,))
-    made = [(kind_of(row), row, builder.question_examples([row])) for row in rows]
-    made += [("read back", row, builder.reconstruction_examples([row])) for row in texts]
+    examples_of_rows = [(kind_of(row), row, builder.question_examples([row])) for row in rows]
+    examples_of_rows += [("read back", row, builder.reconstruction_examples([row])) for row in texts]
     return [
         (kind, row["passages"][0]["title"] or row["passages"][0]["text"], example)
-        for kind, row, examples in made
+        for kind, row, examples in examples_of_rows
         for example in examples
     ]
 
@@ -176,11 +178,11 @@ def table(results: dict[str, dict]) -> str:
     lines = []
     for measure, shown in (("loss", "{:.3f} ± {:.3f}"), ("f1", "{:.1f}")):
         title = {"loss": "loss (nats per token)", "f1": "F1 (%)"}[measure]
-        measured = {rate: measures[measure] for rate, measures in results.items() if measure in measures}
+        measured = {compression: measures[measure] for compression, measures in results.items() if measure in measures}
         kinds = sorted({kind for by_kind in measured.values() for kind in by_kind})
         cells = [
-            [rate, *(shown.format(*np.atleast_1d(by_kind[kind])) for kind in kinds)]
-            for rate, by_kind in measured.items()
+            [compression, *(shown.format(*np.atleast_1d(by_kind[kind])) for kind in kinds)]
+            for compression, by_kind in measured.items()
         ]
         lines += [*markdown_table([f"{title} by tokens per slot", *kinds], cells), ""] if cells else []
     return "\n".join(lines)
@@ -221,12 +223,12 @@ def main(
     if last:
         folders = [checkpoint for folder in folders for checkpoint in last_checkpoints(folder, last)]
     model, processor = load_mean(folders)
-    wanted = [int(rate) if rate.isdecimal() else rate for rate in rates.split(",")]
-    results = validate(model, processor, data, wanted, number, num_answers)
+    compressions = [int(compression) if compression.isdecimal() else compression for compression in rates.split(",")]
+    results = validate(model, processor, data, compressions, number, num_answers)
     print(table(results))
     if output is not None:
         save_stage(output, model, processor, recipe.read_text(encoding="utf-8"))
-        write_whole(output / "validation.json", json.dumps(results, indent=1))
+        write_atomically(output / "validation.json", json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

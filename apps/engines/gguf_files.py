@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ...configuration_arcaligner import ArcAlignerConfig
-from ...loading_arcaligner import written_whole
+from ...loading_arcaligner import write_folder_atomically
 from ...modeling_arcaligner import ADAPTER_NAME, ArcAlignerForCausalLM, slot_lora_layers
 from ...processing_arcaligner import ArcAlignerProcessor
 
@@ -57,7 +57,7 @@ def export_gguf(checkpoint: str, output: str | Path) -> None:
     architecture_of(model.config.text_config)
     check_lora_positions(model.config, checkpoint)
     processor = ArcAlignerProcessor.from_pretrained(checkpoint)
-    with written_whole(output) as folder:
+    with write_folder_atomically(output) as folder:
         if model.config.lora_r:
             write_adapter(model, folder / ADAPTER_FILE)
         processor.save_pretrained(folder)

@@ -23,7 +23,14 @@ from transformers import GenerationConfig
 
 from ...answering_arcaligner import copied_next, copied_texts
 from ...common.files import GGUF_FILE, INSTALL_BASE_MODEL, digest, refuse_unknown, wheel_directory
-from ...configuration_arcaligner import DEFAULT_BASE_MODEL, SLOT_SETTINGS, ArcAlignerConfig, check_gates, longest_prompt
+from ...configuration_arcaligner import (
+    DEFAULT_BASE_MODEL,
+    SLOT_SETTINGS,
+    ArcAlignerConfig,
+    check_gates,
+    longest_prompt,
+    warn_of_rename,
+)
 from ...encoder_arcaligner import documents_of
 from ...loading_arcaligner import WEIGHTS_DIGEST, AlignerMixin, check_values
 from ...modeling_arcaligner import ContextProjector
@@ -33,7 +40,7 @@ from .gguf_files import ADAPTER_FILE, check_base_model, check_lora_positions
 
 TESTED_VERSION = "0.3.36"
 CACHE_TYPES = {"f16": 1, "f32": 0}  # types of keys and values, with GGML's numbers
-KEPT_STATES = 8  # number of cached states after passages, for further questions about the same passages
+MAX_STATES = 8  # number of cached states after passages, for further questions about the same passages
 # GGML's log levels. It logs in pieces; a `CONTINUED` piece belongs to the message before it.
 WARNING, ERROR, CONTINUED = 3, 4, 5
 
@@ -114,19 +121,19 @@ class Session:
             self._check(self._adapters[0], f"the adapter {adapter} does not fit {path}")
 
     @staticmethod
-    def _check(is_done: Any, what: str) -> None:
+    def _check(is_done: Any, inputs: str) -> None:
         """Raise `ValueError` with the last warnings of llama.cpp if a call has failed."""
         reason = " ".join(" ".join(_warnings[-3:]).split())
         _warnings.clear()
         if not is_done:
-            raise ValueError(f"llama.cpp failed: {what} ({reason or 'it gives no reason'}).")
+            raise ValueError(f"llama.cpp failed: {inputs} ({reason or 'it gives no reason'}).")
 
     def clear(self) -> None:
         """Empty the context."""
         self._api.llama_memory_clear(self._api.llama_get_memory(self._context), False)
         self.used = 0
 
-    def read_single_passages(self, passages: Sequence[np.ndarray], passage_alignment: str = "start") -> None:
+    def prefill_single_passages(self, passages: Sequence[np.ndarray], passage_alignment: str = "start") -> None:
         """Prefill the slots of independent passages, each (num_slots, hidden), with the adapter. Each passage attends
         to the context so far and to no other passage. Positions that are appended later attend to all passages, and are
         counted from the end of the longest passage. With `passage_alignment` "end" all passages end there."""
@@ -137,18 +144,18 @@ class Session:
         passages = sorted(passages, key=len)
         for slots in passages:
             api.llama_memory_seq_cp(memory, 0, 1, 0, start)  # without the other passages, which are at `start` or later
-            self.read(slots, adapter=True, has_logits=False, sequence=1)
+            self.prefill(slots, adapter=True, has_logits=False, sequence=1)
             if passage_alignment == "end":
                 api.llama_memory_seq_add(memory, 1, start, -1, len(passages[-1]) - len(slots))
             api.llama_memory_seq_cp(memory, 1, 0, start, -1)
             api.llama_memory_seq_rm(memory, 1, -1, -1)
 
-    def read(
-        self, what: Sequence[int] | np.ndarray, adapter: bool = False, has_logits: bool = True, sequence: int = 0
+    def prefill(
+        self, inputs: Sequence[int] | np.ndarray, adapter: bool = False, has_logits: bool = True, sequence: int = 0
     ) -> None:
         """Prefill ids, or embeddings (num_slots, hidden); with `has_logits`, compute the logits of the last
         position."""
-        api, length = self._api, len(what)
+        api, length = self._api, len(inputs)
         scale = (ctypes.c_float * 1)(1.0)
         if adapter and self._adapters[0]:
             api.llama_set_adapters_lora(self._context, self._adapters, 1, scale)
@@ -160,17 +167,17 @@ class Session:
         sequence_id = (api.llama_seq_id * 1)(sequence)
         batch.n_seq_id = (ctypes.c_int32 * length)(*[1] * length)
         batch.seq_id = (ctypes.POINTER(api.llama_seq_id) * length)(*[sequence_id] * length)
-        if isinstance(what, np.ndarray):
-            rows = np.ascontiguousarray(what, dtype=np.float32)
+        if isinstance(inputs, np.ndarray):
+            rows = np.ascontiguousarray(inputs, dtype=np.float32)
             batch.embd = rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
         else:
-            batch.token = (api.llama_token * length)(*what)
+            batch.token = (api.llama_token * length)(*inputs)
         self._check(api.llama_decode(self._context, batch) == 0, f"cannot compute {length} more positions")
         self.used += length
 
     @property
     def logits(self) -> np.ndarray:
-        """Logits of the last position, (vocab_size,); overwritten by the next `read`."""
+        """Logits of the last position, (vocab_size,); overwritten by the next `prefill`."""
         vocab_size = self._api.llama_vocab_n_tokens(self._api.llama_model_get_vocab(self._model))
         return np.ctypeslib.as_array(self._api.llama_get_logits_ith(self._context, -1), (vocab_size,))
 
@@ -255,8 +262,8 @@ class LlamaCppEngine:
         self.session = Session(base_model, adapter, context_length, cache_type)
         end = GenerationConfig.from_pretrained(folder).eos_token_id
         self._end = {end} if isinstance(end, int) else set(end or ())
-        self._kept: dict[str, State] = {}  # least recently used first
-        self._num_read = 0  # number of prompts so far: an answer cannot continue after a new prompt
+        self._states: dict[str, State] = {}  # least recently used first
+        self._num_prompts = 0  # number of prompts so far: an answer cannot continue after a new prompt
 
     def answer(self, question: str | list[dict], documents: Any, max_new_tokens: int = 256, **slots: Any) -> str:
         """The answer to a question; arguments and errors as of `stream`."""
@@ -274,50 +281,55 @@ class LlamaCppEngine:
             `RuntimeError`: a new question was started before the answer ended.
         """
         documents = documents_of(documents, "`documents`")
-        self.read(question, documents, max_new_tokens, **slots)
-        number_of_prompt, bonus = self._num_read, self.processor.copy_bonus
+        self.prefill(question, documents, max_new_tokens, **slots)
+        number_of_prompt, bonus = self._num_prompts, self.processor.copy_bonus
         texts = copied_texts(self.processor.tokenizer, documents, self.processor.no_answer) if bonus else []
-        written: list[int] = []
+        answer_ids: list[int] = []
         decoder = DecodeStream(skip_special_tokens=True)
         for number in range(max_new_tokens):
-            if number_of_prompt != self._num_read:
+            if number_of_prompt != self._num_prompts:
                 raise RuntimeError(
                     "A new question was started before this answer ended. Read one answer to its end before the next "
                     "question."
                 )
             logits = self.session.logits.copy()
             logits[self.config.context_token_id :][:1] = -np.inf  # as in `generate`; often there is no such id
-            logits[copied_next(texts, written, self._end)] += bonus
-            written.append(token := int(logits.argmax()))
+            logits[copied_next(texts, answer_ids, self._end)] += bonus
+            answer_ids.append(token := int(logits.argmax()))
             if token in self._end:
                 return
-            if piece := decoder.step(self.processor.tokenizer.backend_tokenizer, token):
-                yield piece
+            if text := decoder.step(self.processor.tokenizer.backend_tokenizer, token):
+                yield text
             if number + 1 < max_new_tokens:
-                self.session.read([token])
+                self.session.prefill([token])
 
     @torch.no_grad()
-    def read(self, question: str | list[dict], documents: Any, max_new_tokens: int = 0, **slots: Any) -> np.ndarray:
+    def prefill(self, question: str | list[dict], documents: Any, max_new_tokens: int = 0, **slots: Any) -> np.ndarray:
         """Prefill a prompt, and return the logits of the answer's first token, (vocab_size,), which are valid until the
         next call. Arguments and errors as of `stream`."""
         refuse_unknown("the settings of an answer", slots, SLOT_SETTINGS)
         before, after = self.processor.prompt_ids(question)
         documents = documents_of(documents, "`documents`")
-        self._num_read += 1
+        self._num_prompts += 1
         texts = [[title_of(document), text_of(document, number)] for number, document in enumerate(documents)]
         key = digest([before, texts, slots, {name: getattr(self.processor, name) for name in _SEGMENTING}])
-        if (state := self._kept.pop(key, None)) is None:
-            state = self._read_slots(before, documents, slots, len(after) + max_new_tokens)
+        if (state := self._states.pop(key, None)) is None:
+            state = self._prefill_prefix(before, documents, slots, len(after) + max_new_tokens)
         else:
             self.session.restore(state)
-        self._kept[key] = state
-        if len(self._kept) > KEPT_STATES:
-            del self._kept[next(iter(self._kept))]
+        self._states[key] = state
+        if len(self._states) > MAX_STATES:
+            del self._states[next(iter(self._states))]
         self._check_length(self.session.used + len(after) + max_new_tokens)
-        self.session.read(after)
+        self.session.prefill(after)
         return self.session.logits
 
-    def _read_slots(self, before: list[int], documents: list, slots: dict[str, Any], num_after: int) -> State:
+    def read(self, question: str | list[dict], documents: Any, max_new_tokens: int = 0, **slots: Any) -> np.ndarray:
+        """The name of `prefill` in version 0.2."""
+        warn_of_rename("read", "prefill")
+        return self.prefill(question, documents, max_new_tokens, **slots)
+
+    def _prefill_prefix(self, before: list[int], documents: list, slots: dict[str, Any], num_after: int) -> State:
         """Prefill the text before the slots and the slots of a prompt, and return the state after the last slot."""
         encoded = self.processor.encode_documents(documents, **slots)
         self._check_length(len(before) + len(encoded.context_embeds) + num_after)
@@ -327,15 +339,15 @@ class LlamaCppEngine:
         is_joint = self.config.passage_attention == "joint"
         sizes = encoded.context_passage_ids.unique_consecutive(return_counts=True)[1]
         self.session.clear()
-        self.session.read(before, has_logits=False)
+        self.session.prefill(before, has_logits=False)
         passages = [slots] if is_joint else np.split(slots, sizes.cumsum(0)[:-1])
-        self.session.read_single_passages(passages, self.config.passage_alignment)
+        self.session.prefill_single_passages(passages, self.config.passage_alignment)
         return self.session.state()
 
     def _check_length(self, length: int) -> None:
-        if length > (most := self.session.context_length):
+        if length > (limit := self.session.context_length):
             raise ValueError(
-                f"Prompt and answer need up to {length} positions, but the engine's context has {most}. Pass fewer "
+                f"Prompt and answer need up to {length} positions, but the engine's context has {limit}. Pass fewer "
                 "passages, lower `max_new_tokens`, or raise `context_length`."
             )
 

@@ -27,10 +27,10 @@ from transformers.cache_utils import DynamicCache
 
 from ...answering_arcaligner import Answerer, chat_inputs, similarities_of
 from ...configuration_arcaligner import check_length
-from ...encoder_arcaligner import EncodedDocuments, GivenSlots, single_passages
-from ...kv_cache_arcaligner import ALONE, AskedQuestions, Turn, entry_shape, in_pieces, prefill_beginning
+from ...encoder_arcaligner import EncodedDocuments, PrecomputedSlots, single_passages
+from ...kv_cache_arcaligner import ALONE, QuestionBatch, Turn, entry_shape, in_chunks, prefill_beginning
 from ...pipeline_arcaligner import ArcAlignerPipeline
-from ...segmentation_arcaligner import given_text
+from ...segmentation_arcaligner import original_text
 from ..corpus.retrieve import Retriever, SlotPassages
 from .live_rows import LiveBatch, LiveRow, frequencies_change_at
 from .request import Answer, BusyError, Limits, Request
@@ -67,7 +67,7 @@ class PassageEncoder:
         if None not in cached and sum(len(encoded.context_embeds) for encoded in cached) <= max_slots:
             return
         encode = self.processor.slot_encoder.encode_batch
-        encode([documents], tokens_per_slot=tokens_per_slot, room=[max_slots], only_segments=True)
+        encode([documents], tokens_per_slot=tokens_per_slot, slot_limits=[max_slots], only_segments=True)
 
     @staticmethod
     def _keys(documents: list[dict], tokens_per_slot: int | str | None) -> list[tuple]:
@@ -99,13 +99,13 @@ class PassageEncoder:
         """Encode each passage by itself; passages of white space get no slot. Many are encoded in a call, which is
         fastest."""
         encoded = []
-        for part in in_pieces(len(documents), self.processor.passage_tokens, turn):
+        for part in in_chunks(len(documents), self.processor.passage_tokens, turn):
             encoded += self._encode_part(documents[part], tokens_per_slot)
         return encoded
 
     def _encode_part(self, documents: list[dict], tokens_per_slot: int | str | None) -> list[EncodedDocuments]:
         segments, *slots, _ = self.processor.encode_documents(documents, tokens_per_slot=tokens_per_slot)
-        single, nothing = single_passages(GivenSlots(*slots)), GivenSlots(slots[0][:0], None)
+        single, nothing = single_passages(PrecomputedSlots(*slots)), PrecomputedSlots(slots[0][:0], None)
         encoded = []
         for number in range(len(documents)):
             segments_here = [segment for segment in segments if segment.document == number]
@@ -405,7 +405,7 @@ class Engine:
         if tokens_per_slot == "segment":
             return
         # A word has at least one token, so there are at least twice as many slots as this number.
-        num_words = sum(len(given_text(document, number).split()) for number, document in enumerate(documents))
+        num_words = sum(len(original_text(document, number).split()) for number, document in enumerate(documents))
         num_slots = num_words // (2 * tokens_per_slot)
         if num_slots > self.limits.max_scored_slots:
             raise ValueError(
@@ -432,7 +432,7 @@ class Engine:
         chats, documents = [self._chat(request) for request in group], [request.passages.documents for request in group]
         similar = [self._similarities(request, group_turn) for request in group]
 
-        def slots_of(only: list[list[int]]) -> list[GivenSlots | None]:
+        def slots_of(only: list[list[int]]) -> list[PrecomputedSlots | None]:
             nonlocal encoding
             began = time.perf_counter()
             slots = [self._slots_of(request, numbers, group_turn) for request, numbers in zip(group, only, strict=True)]
@@ -466,17 +466,17 @@ class Engine:
         if request.documents is None:  # the search has computed them
             return [document["similarity"] for document in documents]
         encoder, chat, cosines = self.processor.encoder, self._chat(request), []
-        for part in in_pieces(len(documents), self.processor.passage_tokens, turn):
+        for part in in_chunks(len(documents), self.processor.passage_tokens, turn):
             cosines += similarities_of(encoder, chat, documents[part])
         return cosines
 
-    def _slots_of(self, request: Request, numbers: list[int], turn: GroupTurn) -> GivenSlots | None:
+    def _slots_of(self, request: Request, numbers: list[int], turn: GroupTurn) -> PrecomputedSlots | None:
         """The slots of the passages of a request with these `numbers`, or of all its passages, if they are encoded
         already."""
         if not numbers:
             return None
         encoded = request.passages.encoded or self._encoded(request, numbers, turn)
-        return GivenSlots(encoded.context_embeds, encoded.context_word_ids, encoded.context_passage_ids)
+        return PrecomputedSlots(encoded.context_embeds, encoded.context_word_ids, encoded.context_passage_ids)
 
     def _encoded(self, request: Request, numbers: list[int], turn: GroupTurn) -> EncodedDocuments:
         texts = [_without_number(request.passages.documents[number]) for number in numbers]
@@ -498,7 +498,7 @@ class Engine:
         if group[0].passages is not None:
             questions = self._questions(group, group_turn)
             self._wait_for_memory(group, questions.num_positions, group_turn)
-            inputs = self.store.prepare_asked(questions, [request.prior for request in group])
+            inputs = self.store.prepare_batch(questions, [request.prior for request in group])
             for request, num_cached, num_parts in zip(group, inputs.num_cached, inputs.num_passages, strict=True):
                 if request.num_cached is None:  # else `_select_passages` has counted them
                     request.num_cached = len(request.passages.documents) * num_cached // num_parts
@@ -512,7 +512,7 @@ class Engine:
             inputs["past_key_values"] = DynamicCache(config=self.model.config.text_config)
         return prefill_beginning(self.model, inputs, group_turn)
 
-    def _questions(self, group: list[Request], turn: Turn) -> AskedQuestions:
+    def _questions(self, group: list[Request], turn: Turn) -> QuestionBatch:
         """The questions of requests, each with the slots of the passages that are used for it."""
         questions = []
         for request in group:
@@ -524,7 +524,7 @@ class Engine:
                 )
             if (question := request.scored_question) is None:  # if its passages were not scored
                 words = None if words is None else [words]
-                question = self.store.ask([self._chat(request)], None, [embeds], words, [ids])
+                question = self.store.make_batch([self._chat(request)], None, [embeds], words, [ids])
             questions += question.questions
         return question._replace(questions=questions, turn=turn)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...common.rows import find_answer
-from ...kv_cache_arcaligner import AskedQuestions
+from ...kv_cache_arcaligner import QuestionBatch
 from ..corpus.retrieve import SlotPassages
 
 
@@ -71,7 +71,7 @@ class Request:
     deadline: float = math.inf  # the end of this time, in the seconds of `time.monotonic`; 0 after `cancel`
     on_cancel: Callable[[], Any] = lambda: None
     passages: SlotPassages | None = None
-    scored_question: AskedQuestions | None = None  # the question with the passages that are used, if these were scored
+    scored_question: QuestionBatch | None = None  # the question with the passages that are used, if these were scored
     prior: list[float] | None = None  # bias on the attention to each passage, if several are used and weighted
     num_cached: int | None = None  # number of passages that were cached; `None` until it is known
 

@@ -77,13 +77,13 @@ def slots_request(files: PrefixFiles) -> dict[str, Any]:
     the slots and of the slots, are in `files`."""
     slots = [[path.stem, count] for path, count in zip(files.paths, files.num_slots, strict=True)]
     return {
-        "prompt": [*files.head, *[0] * sum(files.num_slots[1:]), *files.tail],  # any id represents a slot
+        "prompt": [*files.prefix_ids, *[0] * sum(files.num_slots[1:]), *files.suffix_ids],  # any id represents a slot
         "kv_transfer_params": {"slots": slots},
         "cache_salt": json_digest(slots),
     }
 
 
-def copying(processor, documents: list, bonus: float | None, end_ids: list[int]) -> dict[str, Any] | None:
+def copy_field(processor, documents: list, bonus: float | None, end_ids: list[int]) -> dict[str, Any] | None:
     """The field `copy` of a request to vLLM, for copy-biased decoding; `None` without a bias."""
     bonus = processor.copy_bonus if bonus is None else bonus
     texts = copied_texts(processor.tokenizer, documents, processor.no_answer) if bonus else []
@@ -329,14 +329,14 @@ class VllmEngine(Engine):
                 check_length(len(ids), "The prompt", self.model.config.text_config)
                 bodies.append({"prompt": ids})
         else:
-            files_of = self.store.prefix_files_asked(self._questions(group, GroupTurn(turn, group)))
+            files_of = self.store.prefix_files_of_batch(self._questions(group, GroupTurn(turn, group)))
             bodies = [slots_request(files) for files in files_of]
             for request, body, files in zip(group, bodies, files_of, strict=True):
                 if request.num_cached is None:
                     request.num_cached = len(request.passages.documents) * files.num_cached // files.num_passages
                 documents = request.passages.used
-                copied = copying(self.processor, documents, request.copy_bonus, self._end_ids)
-                body["kv_transfer_params"] |= {} if copied is None else {"copy": copied}
+                copy = copy_field(self.processor, documents, request.copy_bonus, self._end_ids)
+                body["kv_transfer_params"] |= {} if copy is None else {"copy": copy}
         for request, body in zip(group, bodies, strict=True):
             body |= {
                 "temperature": request.temperature,
@@ -365,8 +365,8 @@ class VllmEngine(Engine):
         for number, score in known.items():
             logits[number] = torch.tensor(score, dtype=torch.float64, device="cpu").logit(eps=1e-12)
         if rest := [number for number in range(len(group)) if number not in known]:
-            inputs = self.store.prepare_asked(self._questions([group[number] for number in rest], turn))
-            logits[rest] = self.store.read_question(inputs, True, turn).answerability_logits.float().cpu()
+            inputs = self.store.prepare_batch(self._questions([group[number] for number in rest], turn))
+            logits[rest] = self.store.prefill_suffix(inputs, True, turn).answerability_logits.float().cpu()
         call = self.answerer.answer(chats, [request.passages.used for request in group])
         return call.answerability_of(logits).tolist()
 
@@ -507,7 +507,7 @@ class VllmEngine(Engine):
         )
         passages = [{"title": "Ada", "text": letter}, "The meeting was moved to Thursday."]
         (files,) = self.store.prefix_files("When is it?", passages)
-        logits = self.store.read_question(self.store.prepare("When is it?", documents=passages)).logits[0, -1]
+        logits = self.store.prefill_suffix(self.store.prepare("When is it?", documents=passages)).logits[0, -1]
         return slots_request(files), logits.float().log_softmax(-1).cpu()
 
     def _finish(

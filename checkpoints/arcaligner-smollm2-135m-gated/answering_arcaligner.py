@@ -12,10 +12,10 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import BatchFeature, LogitsProcessor, LogitsProcessorList
 
-from .attention_arcaligner import ROW_KERNELS
+from .attention_arcaligner import MASK_KERNELS
 from .configuration_arcaligner import is_number
-from .encoder_arcaligner import GivenSlots
-from .kv_cache_arcaligner import AskedQuestions
+from .encoder_arcaligner import PrecomputedSlots
+from .kv_cache_arcaligner import QuestionBatch
 from .modeling_arcaligner import PrefillOutputs
 from .multihop_arcaligner import best_pair
 from .segmentation_arcaligner import (
@@ -28,9 +28,9 @@ from .tokenization_arcaligner import control_token_ids, text_of, title_of, token
 # A pair of passages is selected from so many, or from more if `scored_share` says so: the most similar ones.
 PAIR_CANDIDATES = 20
 # Bias on the attention to passages outside the pair of a multi-hop question, if more than two passages are used.
-OUTSIDE_PAIR = -1.0
-LEAST_PRIOR = -10.0  # lowest bias on the attention to a passage
-MOST_ODDS = 6.0  # bound of the log-odds of an answerability: beyond, they say nothing more about the question
+OUTSIDE_PAIR_PRIOR = -1.0
+MIN_PRIOR = -10.0  # lowest bias on the attention to a passage
+MAX_LOG_ODDS = 6.0  # bound of the log-odds of an answerability: beyond, they say nothing more about the question
 
 
 class ScoredPassage(NamedTuple):
@@ -49,30 +49,31 @@ class ScoredPassage(NamedTuple):
         return math.log(answerability / (1 - answerability)) + self.similarity_weight * self.similarity
 
 
-def select_top(scores: Mapping[int, ScoredPassage], most: int) -> list[int]:
-    """Numbers of the top-ranked passages, at most `most`, in the order of the passages.
+def select_top(scores: Mapping[int, ScoredPassage], max_passages: int) -> list[int]:
+    """Numbers of the top-ranked passages, at most `max_passages`, in the order of the passages.
 
-    >>> select_top({0: ScoredPassage(0.6, 0.8, False, 10), 1: ScoredPassage(0.7, 0.4, False, 10)}, most=1)
+    >>> select_top({0: ScoredPassage(0.6, 0.8, False, 10), 1: ScoredPassage(0.7, 0.4, False, 10)}, max_passages=1)
     [0]
     """
-    return sorted(sorted(scores, key=lambda number: scores[number].log_odds, reverse=True)[:most])
+    return sorted(sorted(scores, key=lambda number: scores[number].log_odds, reverse=True)[:max_passages])
 
 
-def with_pair(scores: Mapping[int, ScoredPassage], pair: Sequence[int], most: int) -> list[int]:
-    """Numbers of a pair of passages and of the top-ranked others, at most `most`, in the order of the passages."""
+def with_pair(scores: Mapping[int, ScoredPassage], pair: Sequence[int], max_passages: int) -> list[int]:
+    """Numbers of a pair of passages and of the top-ranked others, at most `max_passages`, in the order of the
+    passages."""
     others = {number: score for number, score in scores.items() if number not in pair}
-    return sorted([*pair, *select_top(others, max(0, most - len(pair)))])
+    return sorted([*pair, *select_top(others, max(0, max_passages - len(pair)))])
 
 
 def prior_of_scores(scores: Mapping[int, ScoredPassage], numbers: Sequence[int]) -> list[float]:
     """The bias on the attention to each of the used passages `numbers`, if the question needs one of them: its score
-    minus the highest of these scores, but at least `LEAST_PRIOR`.
+    minus the highest of these scores, but at least `MIN_PRIOR`.
 
     >>> prior_of_scores({0: ScoredPassage(0.5, 0.75, False, 8), 1: ScoredPassage(0.5, 0.5, False, 8)}, [0, 1])
     [0.0, -2.0]
     """
     log_odds = [scores[number].log_odds for number in numbers]
-    return [max(odds - max(log_odds), LEAST_PRIOR) for odds in log_odds]
+    return [max(odds - max(log_odds), MIN_PRIOR) for odds in log_odds]
 
 
 def prior_of_pair(pair: Sequence[int], numbers: Sequence[int]) -> list[float]:
@@ -81,36 +82,36 @@ def prior_of_pair(pair: Sequence[int], numbers: Sequence[int]) -> list[float]:
     >>> prior_of_pair([0, 2], [0, 1, 2])
     [0.0, -1.0, 0.0]
     """
-    return [0.0 if number in pair else OUTSIDE_PAIR for number in numbers]
+    return [0.0 if number in pair else OUTSIDE_PAIR_PRIOR for number in numbers]
 
 
 def top_odds(scores: Sequence[Mapping[int, ScoredPassage]]) -> torch.Tensor:
     """The answerability of each question's top-ranked passage, as the [`MultihopHead`] takes it: in log-odds from
-    -`MOST_ODDS` to `MOST_ODDS`, (questions,), float64 on the CPU."""
+    -`MAX_LOG_ODDS` to `MAX_LOG_ODDS`, (questions,), float64 on the CPU."""
     best = [passages[select_top(passages, 1)[0]].answerability for passages in scores]
-    return torch.tensor(best, dtype=torch.float64, device="cpu").logit(eps=1e-12).clamp(-MOST_ODDS, MOST_ODDS)
+    return torch.tensor(best, dtype=torch.float64, device="cpu").logit(eps=1e-12).clamp(-MAX_LOG_ODDS, MAX_LOG_ODDS)
 
 
-def candidates_of(similarities: Mapping[int, float], most: int, share: float) -> list[int]:
-    """Numbers of the passages to score before `most` of them are selected, the most similar one first: a `share` of all
-    passages, but at least one more than are selected.
+def candidates_of(similarities: Mapping[int, float], max_passages: int, share: float) -> list[int]:
+    """Numbers of the passages to score before `max_passages` of them are selected, the most similar one first: a
+    `share` of all passages, but at least one more than are selected.
 
-    >>> candidates_of({0: 0.1, 1: 0.7, 2: 0.3, 3: 0.2, 4: 0.5}, most=1, share=0.5)
+    >>> candidates_of({0: 0.1, 1: 0.7, 2: 0.3, 3: 0.2, 4: 0.5}, max_passages=1, share=0.5)
     [1, 4, 2]
     """
     order = sorted(similarities, key=similarities.__getitem__, reverse=True)
-    return order[: max(most + 1, math.ceil(share * len(order)))]
+    return order[: max(max_passages + 1, math.ceil(share * len(order)))]
 
 
-def are_sure(scores: Mapping[int, ScoredPassage], most: int, similarity: float, answerability: float) -> bool:
-    """Whether the selection is decided: a further passage with this cosine would not be among the `most` top-ranked
-    ones, even with this answerability.
+def are_sure(scores: Mapping[int, ScoredPassage], max_passages: int, similarity: float, answerability: float) -> bool:
+    """Whether the selection is decided: a further passage with this cosine would not be among the `max_passages`
+    top-ranked ones, even with this answerability.
 
     >>> are_sure({0: ScoredPassage(0.98, 0.7, False, 10.0)}, 1, similarity=0.6, answerability=0.98)
     True
     """
-    ranked = sorted(scores.values(), key=lambda passage: passage.log_odds)[-most:]
-    if len(ranked) < most:
+    ranked = sorted(scores.values(), key=lambda passage: passage.log_odds)[-max_passages:]
+    if len(ranked) < max_passages:
         return False
     return ranked[0].log_odds >= ranked[0]._replace(answerability=answerability, similarity=similarity).log_odds
 
@@ -121,14 +122,14 @@ class Selection(NamedTuple):
     numbers: Sequence[int]  # in the order of the passages
     # `None` if all passages are selected without scores:
     scores: dict[int, ScoredPassage] | None = None  # of the scored passages, by their numbers
-    asked: AskedQuestions | None = None  # the question with the selected passages, for `PassageCache.prepare_asked`
+    batch: QuestionBatch | None = None  # the question with the selected passages, for `PassageCache.prepare_batch`
     # The bias on the attention to each passage, by its number; `None` if the selected ones are used equally.
     prior: list[float] | None = None
 
 
 # A function that returns precomputed slots. It gets the numbers of the passages of each question that need them, and
 # returns `None` for a question without numbers.
-SlotsOf = Callable[[list[list[int]]], list[GivenSlots | None]]
+SlotsOf = Callable[[list[list[int]]], list[PrecomputedSlots | None]]
 
 # For each question its cosines with its passages, by their numbers.
 Similarities = Sequence[Sequence[float] | Mapping[int, float]]
@@ -193,20 +194,20 @@ class Answerer:
                     "instead of an answer. Set it in processor_config.json, or leave out `min_confidence`."
                 )
 
-    def _check_answerability(self, what: str, argument: str | None = None) -> None:
+    def _check_answerability(self, subject: str, argument: str | None = None) -> None:
         if self.model.answerability_head is None:
             leave_out = f", or leave out {argument}" if argument else ""
             raise ValueError(
-                f"{what} needs an aligner with a fitted answerability head, but `answerability_layers` of this one is "
-                f"None. Fit the head with `python -m arcaligner.train.confidence`{leave_out}."
+                f"{subject} needs an aligner with a fitted answerability head, but `answerability_layers` of this one "
+                f"is None. Fit the head with `python -m arcaligner.train.confidence`{leave_out}."
             )
 
-    def _check_can_score(self, what: str, argument: str | None = None) -> None:
-        self._check_answerability(what, argument)
+    def _check_can_score(self, subject: str, argument: str | None = None) -> None:
+        self._check_answerability(subject, argument)
         if self.processor.passage_attention != "separate":
             leave_out = f", or leave out {argument}" if argument else ""
             raise ValueError(
-                f"{what} needs independent passages, but the `passage_attention` of this aligner is "
+                f"{subject} needs independent passages, but the `passage_attention` of this aligner is "
                 f'{self.processor.passage_attention!r}. Use an aligner with "separate"{leave_out}.'
             )
 
@@ -223,15 +224,15 @@ class Answerer:
     def can_weight(self) -> bool:
         """Whether the attention to several passages can be weighted: they can be scored, and the attention kernel takes
         a bias for each key."""
-        return self.can_score and self.model.config.text_config._attn_implementation in ROW_KERNELS
+        return self.can_score and self.model.config.text_config._attn_implementation in MASK_KERNELS
 
     def selects(self, num_passages: int, max_passages: int | None = None, weights: bool = True) -> bool:
         """Whether passages are scored: because `num_passages` is more than may be used or, with `weights`, because
         several are used and weighted by their scores."""
-        most = max_passages or self.max_passages
-        if most is None:
+        limit = max_passages or self.max_passages
+        if limit is None:
             return False
-        return num_passages > most or (weights and self.can_weight and most > 1 and num_passages > 1)
+        return num_passages > limit or (weights and self.can_weight and limit > 1 and num_passages > 1)
 
     def select(
         self,
@@ -262,26 +263,26 @@ class Answerer:
         limits = [max_passages] * len(questions) if isinstance(max_passages, int | None) else max_passages
         selections = [Selection(range(len(passages))) for passages in documents]
         counts = zip(map(len, documents), limits, strict=True)
-        places = [place for place, (count, limit) in enumerate(counts) if self.selects(count, limit, weights)]
-        if not places:
+        indices = [index for index, (count, limit) in enumerate(counts) if self.selects(count, limit, weights)]
+        if not indices:
             return selections
-        limits = [limits[place] for place in places]
+        limits = [limits[index] for index in indices]
         questions, documents, similarities = (
-            values and [values[place] for place in places] for values in (questions, documents, similarities)
+            values and [values[index] for index in indices] for values in (questions, documents, similarities)
         )
-        batch, similarities = self._ask(questions, documents, similarities, **kwargs)
+        batch, similarities = self._make_batch(questions, documents, similarities, **kwargs)
         scoring = _Scoring(self, batch, similarities, slots_of)
         selected = self._select_top(scoring, [limit or self.max_passages for limit in limits])
         is_multihop = [
             limit != 1 and self.is_multihop(question, scores)
             for limit, question, scores in zip(limits, questions, scoring.scores, strict=True)
         ]
-        pairs = [[]] * len(places)
+        pairs = [[]] * len(indices)
         if any(is_multihop):
             pairs = self._select_pairs(scoring, questions, documents, is_multihop)
-        results = zip(places, scoring.batch.questions, limits, selected, pairs, scoring.scores, strict=True)
-        for place, question, limit, numbers, pair, scores in results:
-            num_passages = len(selections[place].numbers)
+        results = zip(indices, scoring.batch.questions, limits, selected, pairs, scoring.scores, strict=True)
+        for index, question, limit, numbers, pair, scores in results:
+            num_passages = len(selections[index].numbers)
             if pair:
                 numbers = pair if limit is None else with_pair(scores, pair, limit)
             prior = None
@@ -290,20 +291,22 @@ class Answerer:
                 by_number = dict(zip(numbers, biases, strict=True))
                 prior = [by_number.get(number, 0.0) for number in range(num_passages)]
             used = batch._replace(questions=[question.only(numbers)])
-            selections[place] = Selection(numbers, scores, used, prior)
+            selections[index] = Selection(numbers, scores, used, prior)
         return selections
 
     def _select_top(self, scoring: "_Scoring", limits: Sequence[int]) -> list[list[int]]:
         """The numbers of the top-ranked passages of each question, at most as many as its limit. The most similar
         passages are scored first, the other candidates only if these do not decide."""
-        candidates = [scoring.candidates(place, limit) for place, limit in enumerate(limits)]
+        candidates = [scoring.candidates(index, limit) for index, limit in enumerate(limits)]
         # In at most two steps: each further call of the model would load its weights once more.
         scoring.add([numbers[:limit] for numbers, limit in zip(candidates, limits, strict=True)])
-        most = self.model.config.most_answerability
+        max_answerability = self.model.config.most_answerability
         undecided = []
-        for numbers, limit, near, scores in zip(candidates, limits, scoring.similarities, scoring.scores, strict=True):
+        for numbers, limit, cosines, scores in zip(
+            candidates, limits, scoring.similarities, scoring.scores, strict=True
+        ):
             others = numbers[limit:]
-            is_decided = not others or are_sure(scores, limit, near[others[0]], most)
+            is_decided = not others or are_sure(scores, limit, cosines[others[0]], max_answerability)
             undecided.append([] if is_decided else others)
         scoring.add(undecided)
         return [select_top(scores, limit) for scores, limit in zip(scoring.scores, limits, strict=True)]
@@ -315,13 +318,13 @@ class Answerer:
         of one passage if all their texts are equal. Other questions have an empty list."""
         # One less, because `candidates` returns at least one more than the limit.
         limit = PAIR_CANDIDATES - 1
-        scoring.add([scoring.candidates(place, limit) if needed else [] for place, needed in enumerate(is_multihop)])
+        scoring.add([scoring.candidates(index, limit) if needed else [] for index, needed in enumerate(is_multihop)])
         head, spacy_model = self.model.multihop_head, self.processor.spacy_model
         pairs = [[] for _ in questions]
-        for place in (place for place, needed in enumerate(is_multihop) if needed):
-            (text,) = _searched(questions[place], [])
-            log_odds = {number: passage.log_odds for number, passage in scoring.scores[place].items()}
-            pairs[place] = best_pair(head, text, documents[place], log_odds, spacy_model)
+        for index in (index for index, needed in enumerate(is_multihop) if needed):
+            (text,) = _search_texts(questions[index], [])
+            log_odds = {number: passage.log_odds for number, passage in scoring.scores[index].items()}
+            pairs[index] = best_pair(head, text, documents[index], log_odds, spacy_model)
         return pairs
 
     def is_multihop(self, question: str | list[dict], scores: dict[int, ScoredPassage]) -> bool:
@@ -352,14 +355,14 @@ class Answerer:
         Returns:
             For each question its scores by the number of the passage; a passage without text has none.
         """
-        return self._score(*self._ask(questions, documents, similarities, **kwargs))
+        return self._score(*self._make_batch(questions, documents, similarities, **kwargs))
 
-    def _ask(
+    def _make_batch(
         self, questions: list, documents: list[list] | None, similarities: Similarities | None, **kwargs: Any
-    ) -> tuple[AskedQuestions, Similarities | None]:
-        """The result of `PassageCache.ask`, and the cosines of questions and passages that are texts."""
+    ) -> tuple[QuestionBatch, Similarities | None]:
+        """The result of `PassageCache.make_batch`, and the cosines of questions and passages that are texts."""
         self._check_can_score("Scoring passages")
-        batch = self.cache.ask(questions, documents, **kwargs)
+        batch = self.cache.make_batch(questions, documents, **kwargs)
         if documents is not None and similarities is None:
             similarities = []
             for question, prompt in zip(questions, batch.questions, strict=True):
@@ -371,17 +374,17 @@ class Answerer:
     @torch.no_grad()
     def _score(
         self,
-        batch: AskedQuestions,
+        batch: QuestionBatch,
         similarities: Similarities | None = None,
         only: Sequence[Sequence[int]] | None = None,
     ) -> list[dict[int, ScoredPassage]]:
-        """As `score`, for the result of `_ask`; `only` has the numbers of each question's passages to score."""
+        """As `score`, for the result of `_make_batch`; `only` has the numbers of each question's passages to score."""
         scores, weight = [{} for _ in batch.questions], self.model.config.similarity_weight
-        for rows, inputs in self.cache.iter_asked(batch, only):
-            logits = self.cache.read_question(inputs, True, batch.turn).answerability_logits
-            for (place, number, is_cached), answerability in zip(rows, torch.sigmoid(logits).tolist(), strict=True):
-                similarity = similarities[place][number] if similarities else 0.0
-                scores[place][number] = ScoredPassage(answerability, similarity, is_cached, weight)
+        for rows, inputs in self.cache.iter_batch(batch, only):
+            logits = self.cache.prefill_suffix(inputs, True, batch.turn).answerability_logits
+            for (index, number, is_cached), answerability in zip(rows, torch.sigmoid(logits).tolist(), strict=True):
+                similarity = similarities[index][number] if similarities else 0.0
+                scores[index][number] = ScoredPassage(answerability, similarity, is_cached, weight)
         return [dict(sorted(passages.items())) for passages in scores]
 
     # Answers
@@ -394,15 +397,15 @@ class Answerer:
 class _Scoring:
     """The questions of one call of `select`, and the scores of their passages so far."""
 
-    def __init__(self, answerer: Answerer, batch: AskedQuestions, similarities: Similarities, slots_of: SlotsOf | None):
+    def __init__(self, answerer: Answerer, batch: QuestionBatch, similarities: Similarities, slots_of: SlotsOf | None):
         self.answerer, self.batch, self.similarities, self.slots_of = answerer, batch, similarities, slots_of
         self.scores: list[dict[int, ScoredPassage]] = [{} for _ in batch.questions]
 
-    def candidates(self, place: int, limit: int) -> list[int]:
+    def candidates(self, index: int, limit: int) -> list[int]:
         """The numbers of a question's passages to score before `limit` of them are selected, the most similar one
         first."""
-        similarities = self.similarities[place]
-        similarities = {number: similarities[number] for number in self.batch.questions[place].passage_numbers}
+        similarities = self.similarities[index]
+        similarities = {number: similarities[number] for number in self.batch.questions[index].passage_numbers}
         return candidates_of(similarities, limit, self.answerer.model.config.scored_share)
 
     def add(self, numbers: Sequence[Sequence[int]]) -> None:
@@ -527,12 +530,12 @@ class AnsweringCall:
         fitted."""
         logits = self._prefill.answerability_logits if self._scores and self._prefill is not None else None
         if self._answerability is None and logits is not None:
-            self._answerability = self.answerability_of(self._of_rows(logits))
+            self._answerability = self.answerability_of(self._first_of_copies(logits))
         return self._answerability
 
     def answerability_of(self, logits: torch.Tensor) -> torch.Tensor:
         """Answerability of each row, (batch,), from the head's logits (batch,), such as those of
-        [`PassageCache.read_question`], for an answer that another engine generates."""
+        [`PassageCache.prefill_suffix`], for an answer that another engine generates."""
         logits = logits.float()
         if self.model.config.answerability_uses_match:
             rows = zip(self.questions, self.passages, strict=True)
@@ -554,9 +557,9 @@ class AnsweringCall:
     def recursion_depth(self) -> torch.LongTensor | None:
         """Refinement steps (batch, num_layers, max_slots) of the slots that were computed with the prompt."""
         depth = None if self._prefill is None else self._prefill.recursion_depth
-        return None if depth is None else self._of_rows(depth)
+        return None if depth is None else self._first_of_copies(depth)
 
-    def _of_rows(self, repeated: torch.Tensor) -> torch.Tensor:
+    def _first_of_copies(self, repeated: torch.Tensor) -> torch.Tensor:
         """The first of the beams or samples of each row."""
         # `generate` repeats rows before the prefill; copies of a row have equal outputs.
         return repeated[:: len(repeated) // len(self.passages)]
@@ -607,7 +610,7 @@ def search_text(title: str | None, text: str) -> str:
     return f"{title or ''} {text}".strip()
 
 
-def _searched(question: str | list[dict], documents: Sequence[str | dict]) -> list[str]:
+def _search_texts(question: str | list[dict], documents: Sequence[str | dict]) -> list[str]:
     """The question (of a chat, the last one) and the texts of the passages."""
     if not isinstance(question, str):
         messages = [message for message in with_plain_texts(question) if message["role"] == "user"]
@@ -618,7 +621,7 @@ def _searched(question: str | list[dict], documents: Sequence[str | dict]) -> li
 
 def similarities_of(encoder, question: str | list[dict], documents: Sequence[str | dict]) -> list[float]:
     """Cosine of a question (of a chat, the last one) with each passage."""
-    texts = _searched(question, documents)
+    texts = _search_texts(question, documents)
     query, *vectors = of_texts(_VECTORS, encoder.untrained, texts, encoder.untrained.encode)
     return [float(query @ vector) for vector in vectors]
 
@@ -626,7 +629,7 @@ def similarities_of(encoder, question: str | list[dict], documents: Sequence[str
 def question_features(encoder, questions: Sequence[str | list[dict]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs of the [`MultihopHead`] for questions (of chats, the last ones): their embeddings from the search encoder
     (batch, d_r) and their numbers of words (batch,)."""
-    texts = [text for question in questions for text in _searched(question, [])]
+    texts = [text for question in questions for text in _search_texts(question, [])]
     vectors = of_texts(_VECTORS, encoder.untrained, texts, encoder.untrained.encode)
     return torch.stack([*vectors]), torch.tensor([float(len(text.split())) for text in texts])
 
@@ -635,12 +638,12 @@ def maxsim_score(processor, question: str | list[dict], documents: Sequence[str 
     """Late-interaction (MaxSim) score of passages for a question (of a chat, the last one). Each word of the question,
     except stop words unless there are no others, gets its highest cosine with a word of the passages; the score is the
     mean. NaN if the question or the passages have no words."""
-    query, *texts = _searched(question, documents)
+    query, *texts = _search_texts(question, documents)
     texts = [text for text, passage in zip(texts, documents, strict=True) if text_of(passage, 0).strip()]
     encoder = processor.encoder.untrained
-    pieces = [piece for text in texts for piece in encoder.pieces(text)]
-    (words, states), *others = of_texts(_WORDS, encoder, [query, *pieces], encoder.encode_words, most=256)
-    nearest = [(states.float() @ piece.float().T).amax(dim=1) for _, piece in others if len(piece)]  # each (words,)
+    spans = [span for text in texts for span in encoder.split(text)]
+    (words, states), *others = of_texts(_WORDS, encoder, [query, *spans], encoder.encode_words, max_cached=256)
+    nearest = [(states.float() @ other.float().T).amax(dim=1) for _, other in others if len(other)]  # each (words,)
     if not words or not nearest:
         return math.nan
     words, common = [word.strip().lower() for word in words], stop_words(processor.spacy_model)
@@ -651,14 +654,19 @@ def maxsim_score(processor, question: str | list[dict], documents: Sequence[str 
 
 
 def of_texts(
-    cache: WeakKeyDictionary, owner: Any, texts: Sequence[str], compute: Callable[[list[str]], Any], most: int = 2048
+    cache: WeakKeyDictionary,
+    owner: Any,
+    texts: Sequence[str],
+    compute: Callable[[list[str]], Any],
+    max_cached: int = 2048,
 ) -> list:
-    """Map `compute` over texts; cache the last `most` results per `owner`, of texts up to 10,000 characters."""
+    """Map `compute` over texts; cache the last `max_cached` results per `owner`, of texts up to 10,000 characters."""
     results = cache.get(owner, {})
     if missing := [text for text in dict.fromkeys(texts) if text not in results]:
         new = dict(zip(missing, compute(missing), strict=True))
         short = {text: result for text, result in new.items() if len(text) <= 10_000}
-        cache[owner] = dict([*(results | short).items()][-most:])  # a new dict: other threads may read the old one
+        # A new dict: other threads may read the old one.
+        cache[owner] = dict([*(results | short).items()][-max_cached:])
         results = results | new
     return [results[text] for text in texts]
 
@@ -692,8 +700,8 @@ class PassageCopyLogitsProcessor(LogitsProcessor):
         if not any(self.texts):
             return scores
         scores, repeats = scores.clone(), len(input_ids) // len(self.texts)  # (batch * beams or samples, vocab_size)
-        for row, written in enumerate(input_ids[:, self.prompt_length :].tolist()):
-            ids = copied_next(self.texts[row // repeats], written, self.end_ids)
+        for row, answer_ids in enumerate(input_ids[:, self.prompt_length :].tolist()):
+            ids = copied_next(self.texts[row // repeats], answer_ids, self.end_ids)
             scores[row, ids] += self.bonus[row // repeats]
         return scores.log_softmax(dim=-1)  # else each token of a copy would add its bonus to the sum of a beam
 
@@ -749,14 +757,14 @@ class CopiedText(NamedTuple):
     # for each of these ids whether a word ends with it; and the place in `ids` of the token after the word.
     words: dict[int, list[tuple[list[int], list[bool], int]]]
 
-    def follow(self, written: list[int]) -> tuple[set[int], bool]:
-        """Ids that follow `written` wherever it occurs in the text, and whether a word ends there."""
-        following, is_end, length = set(), False, len(written)
-        for first, first_ends, after in self.words.get(written[0], ()):
-            place = after + max(0, length - len(first))
-            if first[:length] + self.ids[after:place] == written:
-                following.update(first[length : length + 1] or self.ids[place : place + 1])
-                is_end |= self.ends_word[place - 1] if place > after else first_ends[length - 1]
+    def follow(self, answer_ids: list[int]) -> tuple[set[int], bool]:
+        """Ids that follow `answer_ids` wherever it occurs in the text, and whether a word ends there."""
+        following, is_end, length = set(), False, len(answer_ids)
+        for first, first_ends, after in self.words.get(answer_ids[0], ()):
+            index = after + max(0, length - len(first))
+            if first[:length] + self.ids[after:index] == answer_ids:
+                following.update(first[length : length + 1] or self.ids[index : index + 1])
+                is_end |= self.ends_word[index - 1] if index > after else first_ends[length - 1]
         return following, is_end
 
 
@@ -769,8 +777,8 @@ def copied_texts(tokenizer, documents: Sequence[str | dict], no_answer: str | No
             texts += [text, title] if title else [text]
     copied = of_texts(_COPIED, tokenizer, texts, lambda missing: [_copied(tokenizer, text) for text in missing])
     others = [text for text in (*YES_NO, no_answer) if text] if texts else []
-    whole = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in others]
-    return copied + [CopiedText([], [], {ids[0]: [(ids, [*[False] * (len(ids) - 1), True], 0)]}) for ids in whole]
+    other_ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in others]
+    return copied + [CopiedText([], [], {ids[0]: [(ids, [*[False] * (len(ids) - 1), True], 0)]}) for ids in other_ids]
 
 
 def _copied(tokenizer, text: str) -> CopiedText:
@@ -796,10 +804,10 @@ def _copied(tokenizer, text: str) -> CopiedText:
     return copied
 
 
-def copied_next(texts: Sequence[CopiedText], written: list[int], end_ids: Set[int]) -> list[int]:
+def copied_next(texts: Sequence[CopiedText], answer_ids: list[int], end_ids: Set[int]) -> list[int]:
     """Ids that may follow an answer that was copied from `texts`: those that continue the copy and, at the end of a
     word, those that end the answer."""
-    if not written:
+    if not answer_ids:
         return sorted({first for text in texts for first in text.words})
-    follows = [text.follow(written) for text in texts]
+    follows = [text.follow(answer_ids) for text in texts]
     return sorted(set().union(*(ids for ids, _ in follows), end_ids if any(is_end for _, is_end in follows) else ()))

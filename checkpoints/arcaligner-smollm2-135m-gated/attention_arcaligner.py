@@ -17,7 +17,7 @@ passage is shorter than the longest one:
 
 With one passage, the paper's case, nothing changes.
 
-Shapes: batch, seq_len, max_slots (slots of the fullest row), max_text (text rows before the last slot), hidden.
+Shapes: batch, seq_len, max_slots (slots of the fullest row), max_text (text before the last slot), hidden.
 """
 
 from typing import NamedTuple
@@ -36,18 +36,18 @@ CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else 
 
 
 # Attention kernels that take a mask of queries by keys, so that some slots can be computed without the others.
-ROW_KERNELS = ("eager", "sdpa")
+MASK_KERNELS = ("eager", "sdpa")
 
 
-class SlotRows(NamedTuple):
+class SlotLayout(NamedTuple):
     """Where the slots of a batch are; computed once per forward."""
 
     slot_positions: torch.Tensor  # (batch, max_slots), position in the row, -1 where there is no slot
     text_positions: torch.Tensor  # (batch, max_text), text before the row's last slot, -1 padding
-    slot_rows: torch.Tensor  # (num_slots,), flat indices into (batch * seq_len)
+    slot_indices: torch.Tensor  # (num_slots,), flat indices into (batch * seq_len)
     slot_cells: torch.Tensor  # (num_slots,), flat indices into (batch * max_slots)
     is_slot: torch.Tensor  # (batch, max_slots), False where a row has fewer slots
-    slot_span: tuple[int, int] | None  # first and end of `slot_rows` if all are adjacent, as in one prompt
+    slot_span: tuple[int, int] | None  # first and end of `slot_indices` if all are adjacent, as in one prompt
     ends_in_slot: torch.Tensor | None  # (batch,), rows whose last position is a slot; None if there are none
     prefix_length: int | None  # positions up to the last slot of all rows; None in code that is compiled for any length
     # If the text after the slots attends to slots at later positions than those where they were computed:
@@ -55,8 +55,8 @@ class SlotRows(NamedTuple):
     later_text: torch.Tensor | None = None  # (batch, max_later), positions of the text after the slots, -1 padding
     later_cells: torch.Tensor | None = None  # (batch, seq_len), the index in `later_text`, -1 on other positions
 
-    def for_any_length(self) -> "SlotRows":
-        """The same rows without their Python numbers, so that compiled code works wherever the slots are."""
+    def for_any_length(self) -> "SlotLayout":
+        """The same layout without its Python numbers, so that compiled code works wherever the slots are."""
         return self._replace(slot_span=None, prefix_length=None)
 
 
@@ -66,7 +66,7 @@ def find_slots(
     attention_mask: torch.Tensor | None,
     context_embeds: torch.FloatTensor,
     moved_passage_ids: torch.LongTensor | None = None,
-) -> SlotRows:
+) -> SlotLayout:
     """Find the slots of a batch.
 
     Args:
@@ -91,14 +91,14 @@ def find_slots(
         context_embeds.ne(0).any(dim=2),  # (batch, max_slots)
     )
     _check_slots(is_slot, is_finite, is_nonzero)
-    rows = _slot_rows(is_slot, is_text, context_embeds.shape[1], slot_mask.device)
+    layout = _slot_layout(is_slot, is_text, context_embeds.shape[1], slot_mask.device)
     if moved_passage_ids is None or not (moves := _moves_of_slots(is_slot, changes)).any():
-        return rows
+        return layout
     later_text = is_text & (is_slot.cumsum(axis=1) > 0)  # (batch, seq_len)
     cells = np.where(later_text, later_text.cumsum(axis=1) - 1, -1)
     indices = (moves, _packed_positions(later_text), cells)
     moves, later_text, cells = (torch.from_numpy(index).to(slot_mask.device) for index in indices)
-    return rows._replace(moves=moves, later_text=later_text, later_cells=cells)
+    return layout._replace(moves=moves, later_text=later_text, later_cells=cells)
 
 
 def _to_numpy_in_one_sync(*flags: torch.Tensor) -> list[np.ndarray]:
@@ -116,8 +116,8 @@ def _check_slots(is_slot: np.ndarray, is_finite: np.ndarray, is_nonzero: np.ndar
     """Raise `ValueError` unless each slot of `is_slot` (batch, seq_len) has a finite embedding. `is_finite` and
     `is_nonzero` (batch, max_slots) are those of the embeddings, of which padding is zero."""
     counts, num_embeds = is_slot.sum(axis=1), is_nonzero.shape[1]  # (batch,)
-    most = counts.max(initial=0)
-    if most > num_embeds or is_nonzero[:, most:].any():
+    max_count = counts.max(initial=0)
+    if max_count > num_embeds or is_nonzero[:, max_count:].any():
         raise ValueError(
             f"The rows of `input_ids` have {counts.tolist()} context tokens, but `context_embeds` has {num_embeds} "
             "embeddings per row; expected one for each context token. If rows have different numbers, pad the shorter "
@@ -162,7 +162,7 @@ def _packed_positions(mask: np.ndarray) -> np.ndarray:
     return np.where(np.arange(width) < counts, order, -1)
 
 
-def _slot_rows(is_slot: np.ndarray, is_text: np.ndarray, max_slots: int, device: torch.device) -> SlotRows:
+def _slot_layout(is_slot: np.ndarray, is_text: np.ndarray, max_slots: int, device: torch.device) -> SlotLayout:
     """Compute the indices of a batch on the CPU, and copy them to `device`.
 
     Args:
@@ -175,17 +175,18 @@ def _slot_rows(is_slot: np.ndarray, is_text: np.ndarray, max_slots: int, device:
     slots = np.pad(slots, ((0, 0), (0, max_slots - slots.shape[1])), constant_values=-1)  # (batch, max_slots)
     last_slot = slots.max(axis=1, keepdims=True, initial=-1)  # (batch, 1)
     texts = _packed_positions(is_text & (np.arange(is_slot.shape[1]) < last_slot))  # no slot attends to later text
-    rows = is_slot.ravel().nonzero()[0]  # (num_slots,)
+    slot_indices = is_slot.ravel().nonzero()[0]  # (num_slots,)
     last_real = np.where(is_slot | is_text, np.arange(is_slot.shape[1]), -1).max(axis=1, initial=-1)  # (batch,)
-    are_adjacent = len(rows) > 0 and rows[-1] - rows[0] + 1 == len(rows)
-    indices = (slots, texts, rows, (slots >= 0).ravel().nonzero()[0])  # in the order of the fields of `SlotRows`
+    are_adjacent = len(slot_indices) > 0 and slot_indices[-1] - slot_indices[0] + 1 == len(slot_indices)
+    # In the order of the fields of `SlotLayout`.
+    indices = (slots, texts, slot_indices, (slots >= 0).ravel().nonzero()[0])
     ends_in_slot = (last_slot[:, 0] >= 0) & (last_slot[:, 0] == last_real)  # (batch,)
     # CUDA copies before the call returns; other devices might read memory that is freed.
     non_blocking = device.type == "cuda"
-    return SlotRows(
+    return SlotLayout(
         *(torch.from_numpy(index).to(device, non_blocking=non_blocking) for index in indices),
         is_slot=torch.from_numpy(slots >= 0).to(device, non_blocking=non_blocking),
-        slot_span=(int(rows[0]), int(rows[-1]) + 1) if are_adjacent else None,
+        slot_span=(int(slot_indices[0]), int(slot_indices[-1]) + 1) if are_adjacent else None,
         ends_in_slot=torch.from_numpy(ends_in_slot).to(device) if ends_in_slot.any() else None,
         prefix_length=int(last_slot.max(initial=-1)) + 1,
     )
@@ -194,10 +195,10 @@ def _slot_rows(is_slot: np.ndarray, is_text: np.ndarray, max_slots: int, device:
 def check_can_separate(config: PreTrainedConfig, in_one_row: bool = True) -> None:
     """Raise `ValueError` for a backbone that cannot have independent passages, or for an attention kernel that cannot
     have them `in_one_row`. Cached passages are joined without a mask, so they work with any kernel."""
-    if in_one_row and (kernel := config._attn_implementation) not in ROW_KERNELS:
+    if in_one_row and (kernel := config._attn_implementation) not in MASK_KERNELS:
         raise ValueError(
             f"`passage_attention` is 'separate', but attention `{kernel}` takes no mask that separates passages. "
-            f"Load the model with `attn_implementation` {' or '.join(ROW_KERNELS)}, or pass one passage."
+            f"Load the model with `attn_implementation` {' or '.join(MASK_KERNELS)}, or pass one passage."
         )
     if any(DynamicCache(config=config).is_sliding):
         raise ValueError(
@@ -208,7 +209,7 @@ def check_can_separate(config: PreTrainedConfig, in_one_row: bool = True) -> Non
 
 def can_separate(config: PreTrainedConfig) -> bool:
     """Whether independent passages can share a row."""
-    return config._attn_implementation in ROW_KERNELS and not any(DynamicCache(config=config).is_sliding)
+    return config._attn_implementation in MASK_KERNELS and not any(DynamicCache(config=config).is_sliding)
 
 
 def check_passage_ids(passage_ids, context_embeds: torch.Tensor, slot_mask: torch.Tensor) -> None:
@@ -316,7 +317,7 @@ def prompt_positions(
     return passage_positions(place_passage_ids(slot_mask, passage_ids), is_real)
 
 
-def keep_passages_apart(
+def separate_inputs(
     slot_mask: torch.Tensor,
     passage_ids: torch.Tensor,
     attention_mask: torch.Tensor | None,
@@ -382,21 +383,21 @@ def prior_of_positions(passage_ids: torch.Tensor, passage_prior: torch.Tensor) -
 def check_passage_prior(passage_prior, passage_ids: torch.Tensor | None, config: PreTrainedConfig) -> None:
     """Raise `ValueError` unless `passage_prior` has a finite number for each passage of `passage_ids` (batch,
     max_slots), and the attention kernel accepts it."""
-    if (kernel := config._attn_implementation) not in ROW_KERNELS:
+    if (kernel := config._attn_implementation) not in MASK_KERNELS:
         raise ValueError(
             f"`passage_prior` is set, but attention `{kernel}` takes no bias for each key. Load the model with "
-            f"`attn_implementation` {' or '.join(ROW_KERNELS)}, or leave out `passage_prior`."
+            f"`attn_implementation` {' or '.join(MASK_KERNELS)}, or leave out `passage_prior`."
         )
     check_can_separate(config)
     if passage_ids is None:
         raise ValueError("`passage_prior` needs `context_passage_ids`, which say where each passage is. Pass both.")
     is_tensor = isinstance(passage_prior, torch.Tensor)
     is_numbers = is_tensor and passage_prior.is_floating_point()
-    least = (len(passage_ids), int(passage_ids.max()) + 1 if passage_ids.numel() else 0)
+    min_shape = (len(passage_ids), int(passage_ids.max()) + 1 if passage_ids.numel() else 0)
     shape = tuple(passage_prior.shape) if is_tensor else None
-    if not is_numbers or len(shape) != 2 or shape[0] != least[0] or shape[1] < least[1]:
+    if not is_numbers or len(shape) != 2 or shape[0] != min_shape[0] or shape[1] < min_shape[1]:
         kind = f"{passage_prior.dtype} of shape {shape}" if is_tensor else type(passage_prior).__name__
-        raise ValueError(f"`passage_prior` is {kind}; expected floating-point numbers of shape {least}.")
+        raise ValueError(f"`passage_prior` is {kind}; expected floating-point numbers of shape {min_shape}.")
     if not bool(passage_prior.isfinite().all()):
         raise ValueError(
             "`passage_prior` contains infinite numbers or NaN; expected finite numbers. To hide a passage, use a large "

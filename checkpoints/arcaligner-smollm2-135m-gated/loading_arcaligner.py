@@ -167,10 +167,10 @@ class AlignerMixin:
         is_base_model = str(name) == resolve_model(str(loaded.config.base_model_name_or_path))
         if loaded.can_generate() and not is_base_model and loaded.config.answerability_layers is None:
             download = {key: kwargs[key] for key in _DOWNLOAD_OPTIONS if kwargs.get(key) is not None}
-            _read_answer_probe(loaded, str(name), download)
+            _load_answer_probe(loaded, str(name), download)
         loaded._has_default_dtype = has_default_dtype
         if loaded.hf_quantizer is not None:
-            _check_aligner_is_whole(loaded)
+            _check_aligner_is_complete(loaded)
         loaded.freeze_base_model()
         loaded._base_samples = None if loaded.hf_quantizer is not None else _sample_base_weights(loaded)
         if loaded.can_generate():
@@ -275,7 +275,9 @@ class AlignerMixin:
         self.__class__ = next(cls for cls in class_before.__mro__ if not cls.__module__.startswith("torch."))
         is_main = kwargs.get("is_main_process", True)
         try:
-            with written_whole(save_directory) if is_main else contextlib.nullcontext(save_directory) as folder:
+            with (
+                write_folder_atomically(save_directory) if is_main else contextlib.nullcontext(save_directory) as folder
+            ):
                 super().save_pretrained(folder, *args, **kwargs)
                 if is_main:
                     self._copy_code(folder)
@@ -301,14 +303,14 @@ class AlignerMixin:
         heads = {key: tensor for key, tensor in state_dict.items() if self.is_head_key(key)}
         *others, last = map(Path, weight_files(folder))
         config, index = read_json(folder / "config.json"), folder / SAFE_WEIGHTS_INDEX_NAME
-        with written_whole(folder) as new:
+        with write_folder_atomically(folder) as new:
             for path in (*others, last):
                 tensors = {key: tensor for key, tensor in read_tensors([path]) if not self.is_head_key(key)}
                 save_file(tensors | (heads if path == last else {}), new / path.name, metadata={"format": "pt"})
             if index.is_file():
                 content = read_json(index, "weight_map")
-                places = {key: name for key, name in content["weight_map"].items() if not self.is_head_key(key)}
-                content["weight_map"] = places | dict.fromkeys(heads, last.name)
+                file_names = {key: name for key, name in content["weight_map"].items() if not self.is_head_key(key)}
+                content["weight_map"] = file_names | dict.fromkeys(heads, last.name)
                 write_config(new / index.name, content)
             settings = self.config.to_dict().items()
             config |= {name: value for name, value in settings if name.startswith(_HEAD_SETTINGS)}
@@ -343,11 +345,11 @@ def default_dtype(device_map: Any = None) -> torch.dtype | str:
     """The default dtype of loaded models: float32 on a CPU, in which results were measured; on other devices `"auto"`,
     the dtype of `config.json`. `device_map` is the argument of `from_pretrained`; without it, models are assumed to go
     to the accelerator, if there is one."""
-    places = device_map.values() if isinstance(device_map, dict) else [device_map]
-    if any(place is None or place in ("auto", "balanced", "balanced_low_0", "sequential") for place in places):
+    devices = device_map.values() if isinstance(device_map, dict) else [device_map]
+    if any(device is None or device in ("auto", "balanced", "balanced_low_0", "sequential") for device in devices):
         is_cpu = not torch.accelerator.is_available()
     else:
-        is_cpu = all(str(place).partition(":")[0] in ("cpu", "disk") for place in places)
+        is_cpu = all(str(device).partition(":")[0] in ("cpu", "disk") for device in devices)
     return torch.float32 if is_cpu else "auto"
 
 
@@ -441,7 +443,7 @@ def check_weights(model, files: list[str], source: str, ignore_mismatched_sizes:
     check_values(model.is_aligner_key, files, source, config.digests or {})
 
 
-def _read_answer_probe(model, source: str, download: dict[str, Any]) -> None:
+def _load_answer_probe(model, source: str, download: dict[str, Any]) -> None:
     """Load the answerability head of a checkpoint of version 0.2 into `model`, for one release. In that version it is
     the `answer_probe` in the processor's file at `source`."""
     path = _cached_if_there(source, PROCESSOR_NAME, **download)
@@ -518,7 +520,7 @@ def _check_base_weights(model) -> None:
         )
 
 
-def _check_aligner_is_whole(model) -> None:
+def _check_aligner_is_complete(model) -> None:
     """Raise `ValueError` if a quantizer has changed weights of the aligner."""
     changed = [(name, weight) for name, weight in model.aligner_parameters() if type(weight) is not Parameter]
     if changed:
@@ -796,7 +798,7 @@ def head_digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
 
 # Files that are written
 @contextlib.contextmanager
-def written_whole(folder: str | Path, last: str = "config.json") -> Iterator[Path]:
+def write_folder_atomically(folder: str | Path, last: str = "config.json") -> Iterator[Path]:
     """Yield a temporary folder to write to. At the end, changed files are moved to `folder`; equal files, which may be
     links, stay. The file `last`, without which nothing loads, is removed first and moved last, so that a killed process
     leaves no mixture of two models. If a file cannot be moved, the former files are restored.

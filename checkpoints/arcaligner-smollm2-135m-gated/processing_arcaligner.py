@@ -37,8 +37,8 @@ from .loading_arcaligner import (
     check_processor_files,
     check_processor_is_readable,
     find_model,
+    write_folder_atomically,
     write_processor_digests,
-    written_whole,
 )
 from .segmentation_arcaligner import check_num_tokens, check_sentences_per_segment, check_tokens_per_slot
 from .tokenization_arcaligner import (
@@ -190,7 +190,7 @@ class ArcAlignerProcessor(ProcessorMixin):
     def save_pretrained(self, save_directory, **kwargs):
         """Save the processor, as for any processor. A trained encoder is written to the folder `encoder`. If
         `save_directory` has an aligner, the `digests` in its `config.json` are updated."""
-        with written_whole(save_directory, last="processor_config.json") as folder:
+        with write_folder_atomically(save_directory, last="processor_config.json") as folder:
             if self.trained_encoder:
                 self.encoder.save(Path(folder, ENCODER_FOLDER))
             written = super().save_pretrained(folder, **kwargs)
@@ -417,11 +417,13 @@ class ArcAlignerProcessor(ProcessorMixin):
         befores, afters = self.tokenize_prompts(befores, add_special_tokens), self.tokenize_prompts(afters)
         texts = list(zip(befores, afters, strict=True))
         # Positions left for slots: a prompt that is too long is refused before anything is encoded.
-        room = (most := self.max_prompt_length) and [most - len(before) - len(after) for before, after in texts]
+        slot_limits = (max_prompt_length := self.max_prompt_length) and [
+            max_prompt_length - len(before) - len(after) for before, after in texts
+        ]
         inputs = (documents, context_embeds, context_word_ids, context_passage_ids)
         passages = passages_of_questions(*inputs, is_single, len(prompts), self.context_words)
         rows = self.slot_encoder.encode_batch(
-            passages, **settings, room=room, apart=self.passage_attention == "separate"
+            passages, **settings, slot_limits=slot_limits, per_passage=self.passage_attention == "separate"
         )
         ids = [
             before + [self.context_token_id] * len(row.context_embeds) + after
@@ -568,8 +570,8 @@ class ArcAlignerProcessor(ProcessorMixin):
         if token_ids and isinstance(token_ids[0], list):
             return [self.decode(row, **kwargs) for row in token_ids]
         text = ""
-        for is_slot, run in groupby(token_ids, lambda token_id: token_id == self.context_token_id):
-            ids = list(run)
+        for is_slot, group in groupby(token_ids, lambda token_id: token_id == self.context_token_id):
+            ids = list(group)
             # The tokenizer does not know the id of a slot and leaves it out.
             text += self.context_token * len(ids) if is_slot else self.tokenizer.decode(ids, **kwargs)
         return text

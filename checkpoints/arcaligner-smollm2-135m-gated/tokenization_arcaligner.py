@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 
 # Inputs
-def check_text(text: str, what: str) -> None:
+def check_text(text: str, subject: str) -> None:
     """Raise `ValueError` for text that is not valid Unicode, such as a command-line argument in a wrong encoding. The
-    message begins with `what`."""
+    message begins with `subject`."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{what} is not valid Unicode at character {error.start}: {text[error.start]!a}. Decode it with the "
+            f"{subject} is not valid Unicode at character {error.start}: {text[error.start]!a}. Decode it with the "
             "encoding that it was written in."
         ) from error
 
@@ -136,43 +136,44 @@ class _Edits(NamedTuple):
     old_starts: list[int]
     old_ends: list[int]
 
-    def old_place(self, place: int, at_end: bool) -> int:
+    def old_index(self, index: int, at_end: bool) -> int:
         """Where a character of the new text begins, or ends, in the old one."""
-        number = bisect_right(self.new_starts, place) - 1
+        number = bisect_right(self.new_starts, index) - 1
         if number < 0:
-            return place + at_end
-        if place < self.new_ends[number]:
+            return index + at_end
+        if index < self.new_ends[number]:
             return (self.old_ends if at_end else self.old_starts)[number]
-        return self.old_ends[number] + place - self.new_ends[number] + at_end
+        return self.old_ends[number] + index - self.new_ends[number] + at_end
 
-    def new_place(self, place: int) -> int:
+    def new_index(self, index: int) -> int:
         """The place in the new text of a character of the old one or, if it was deleted, of the next one."""
-        number = bisect_right(self.old_starts, place) - 1
+        number = bisect_right(self.old_starts, index) - 1
         if number < 0:
-            return place
-        if place < self.old_ends[number]:
+            return index
+        if index < self.old_ends[number]:
             return self.new_starts[number]
-        return self.new_ends[number] + place - self.old_ends[number]
+        return self.new_ends[number] + index - self.old_ends[number]
 
 
 class ReadableText(NamedTuple):
-    """A text as people see it. `given` and `read` map between its characters and those of the given text."""
+    """A text as people see it. `to_original` and `from_original` map between its characters and those of the given
+    text."""
 
     text: str
     edits: tuple[_Edits, ...] = ()  # none if the text did not change
 
-    def given(self, start: int, end: int) -> tuple[int, int]:
+    def to_original(self, start: int, end: int) -> tuple[int, int]:
         """The first and end character in the given text of the characters `start` to `end` of this text."""
         last = end - 1
         for edits in reversed(self.edits):
-            start, last = edits.old_place(start, at_end=False), edits.old_place(last, at_end=True) - 1
+            start, last = edits.old_index(start, at_end=False), edits.old_index(last, at_end=True) - 1
         return start, max(start, last + 1)
 
-    def read(self, place: int) -> int:
+    def from_original(self, index: int) -> int:
         """The place in this text that corresponds to a place in the given text."""
         for edits in self.edits:
-            place = edits.new_place(place)
-        return place
+            index = edits.new_index(index)
+        return index
 
 
 def readable(text: str) -> ReadableText:
@@ -182,13 +183,13 @@ def readable(text: str) -> ReadableText:
     joined across line ends. A text that needs no change is returned unchanged.
 
     >>> seen = readable("The o\ufb03ce &amp; Inter\u00adnational law")
-    >>> seen.text, seen.given(13, 26)
+    >>> seen.text, seen.to_original(13, 26)
     ('The office & International law', (15, 29))
     """
     passes = []
     while edits := [*(_odd_edits(text) or _form_edits(text))]:
-        text, made = _edited(text, edits)
-        passes.append(made)
+        text, applied = _edited(text, edits)
+        passes.append(applied)
     return ReadableText(text, tuple(passes))
 
 
@@ -243,13 +244,13 @@ def _form_edits(text: str) -> Iterable[tuple[int, int, str]]:
     """Letters written as several characters that also exist as one (Unicode's form NFC)."""
     if text.isascii() or unicodedata.is_normalized("NFC", text):
         return
-    for run in _MARKED.finditer(text):
-        place = run.start()
-        for _, characters in itertools.groupby(_letters(run[0]), key=lambda pair: pair[0]):
+    for match in _MARKED.finditer(text):
+        index = match.start()
+        for _, characters in itertools.groupby(_letters(match[0]), key=lambda pair: pair[0]):
             letter = "".join(character for _, character in characters)
             if (seen := unicodedata.normalize("NFC", letter)) != letter:
-                yield place, place + len(letter), seen
-            place += len(letter)
+                yield index, index + len(letter), seen
+            index += len(letter)
 
 
 def _letters(text: str) -> Iterable[tuple[int, str]]:
@@ -261,17 +262,17 @@ def _letters(text: str) -> Iterable[tuple[int, str]]:
 
 
 def _edited(text: str, edits: Sequence[tuple[int, int, str]]) -> tuple[str, _Edits]:
-    parts, made, done, length = [], _Edits([], [], [], []), 0, 0
+    parts, applied, done, length = [], _Edits([], [], [], []), 0, 0
     for start, end, seen in edits:
         parts += [text[done:start], seen]
         length += start - done
-        made.new_starts.append(length)
+        applied.new_starts.append(length)
         length += len(seen)
-        made.new_ends.append(length)
-        made.old_starts.append(start)
-        made.old_ends.append(end)
+        applied.new_ends.append(length)
+        applied.old_starts.append(start)
+        applied.old_ends.append(end)
         done = end
-    return "".join([*parts, text[done:]]), made
+    return "".join([*parts, text[done:]]), applied
 
 
 # Documents: strings, or dictionaries with a title and a text
@@ -287,10 +288,10 @@ def title_of(document) -> str | None:
 
 def text_of(document, number: int) -> str:
     """The `readable` text of document `number`. Raises `ValueError` if it has none."""
-    return readable(given_text(document, number)).text
+    return readable(original_text(document, number)).text
 
 
-def given_text(document, number: int) -> str:
+def original_text(document, number: int) -> str:
     """The unchanged text of document `number`. Raises `ValueError` if it has none."""
     text = document.get("text") if isinstance(document, dict) else document
     if not isinstance(text, str):

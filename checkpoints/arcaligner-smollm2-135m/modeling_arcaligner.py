@@ -1,9 +1,9 @@
 """ArcAligner on a decoder-only backbone (huggingface.co/papers/2601.05038), bottom-up, in the order of the data flow:
 
     context_embeds -> ContextProjector (Eq. 1) -> rows of the prompt's slots (Eq. 2) -> decoder layers, each with
-    LoRA on slot rows (Eq. 3-4) and, if it has a gate, refinement of the slots whose gate is open (Eq. 5-9) -> logits
+    LoRA on slots (Eq. 3-4) and, if it has a gate, refinement of the slots whose gate is open (Eq. 5-9) -> logits
 
-Shapes: batch, seq_len, max_slots (slots of the fullest row), max_text (text rows before the last slot), hidden.
+Shapes: batch, seq_len, max_slots (slots of the fullest row), max_text (text before the last slot), hidden.
 """
 
 import contextlib
@@ -42,13 +42,13 @@ from transformers.utils import can_return_tuple, logging
 
 from .attention_arcaligner import (
     CACHE,
-    ROW_KERNELS,
-    SlotRows,
+    MASK_KERNELS,
+    SlotLayout,
     check_can_separate,
     check_passage_ids,
     find_slots,
-    keep_passages_apart,
     prompt_positions,
+    separate_inputs,
     slot_bias_of,
     with_slot_bias,
 )
@@ -75,13 +75,13 @@ from .refinement_arcaligner import (
     Slots,
     SlotStates,
     StepInputs,
-    StepRows,
+    StepPositions,
     count_layer_cost,
     later_text_inputs,
     new_slots,
     prefix_inputs,
     step_inputs,
-    take_rows,
+    take_positions,
 )
 
 logger = logging.get_logger(__name__)
@@ -187,16 +187,16 @@ class ContextProjector(nn.Module):
 
 ADAPTER_NAME = "slot"
 
-ALL_ROWS = ...
+ALL_POSITIONS = ...
 
-# Of flat rows (batch * seq_len, features): indices (num_slots,), a slice if slots are adjacent, or all rows.
-RowIndex = torch.Tensor | slice | EllipsisType
+# Of flat positions (batch * seq_len): indices (num_slots,), a slice if slots are adjacent, or all positions.
+PositionIndex = torch.Tensor | slice | EllipsisType
 
 
 class _SlotScope(threading.local):
     def __init__(self):  # runs in each thread; compiled code would treat defaults of the class in another way
-        self.rows: RowIndex | None = None  # None: LoRA off. ALL_ROWS: each row is a slot.
-        # The input of the last linear, and its slot rows: query, key and value have the same input, and gate and up.
+        self.positions: PositionIndex | None = None  # None: LoRA off. ALL_POSITIONS: each is a slot.
+        # The input of the last linear, and its slots: query, key and value have the same input, and gate and up.
         self.input: torch.Tensor | None = None
         self.slots: torch.Tensor | None = None
 
@@ -205,51 +205,58 @@ _scope = _SlotScope()
 
 
 @contextlib.contextmanager
-def lora_on(rows: RowIndex | None):
-    """Context in which LoRA is applied to `rows`. They cannot be an argument, because attention and MLP of the backbone
-    call PEFT's layers without further arguments."""
-    before, _scope.rows = _scope.rows, rows
+def lora_on(positions: PositionIndex | None):
+    """Context in which LoRA is applied to `positions`. They cannot be an argument, because attention and MLP of the
+    backbone call PEFT's layers without further arguments."""
+    before, _scope.positions = _scope.positions, positions
     _scope.input = _scope.slots = None
     try:
         yield
     finally:
-        _scope.rows = before
+        _scope.positions = before
         _scope.input = _scope.slots = None
 
 
-def _slots_of(x: torch.Tensor, rows: RowIndex) -> torch.Tensor:
-    """The slot rows (num_slots, features) of `x` (batch, seq_len, features); a view if they are adjacent."""
+def _slots_of(x: torch.Tensor, positions: PositionIndex) -> torch.Tensor:
+    """The slots (num_slots, features) of `x` (batch, seq_len, features); a view if they are adjacent."""
     x, width = x.contiguous(), x.shape[-1]
-    if isinstance(rows, slice):  # view and slice in one operation: a GPU waits for each operation of the host
-        return x.as_strided((rows.stop - rows.start, width), (width, 1), x.storage_offset() + rows.start * width)
-    return x.view(-1, width) if rows is ALL_ROWS else x.view(-1, width).index_select(0, rows)
+    if isinstance(positions, slice):  # view and slice in one operation: a GPU waits for each operation of the host
+        return x.as_strided(
+            (positions.stop - positions.start, width), (width, 1), x.storage_offset() + positions.start * width
+        )
+    return x.view(-1, width) if positions is ALL_POSITIONS else x.view(-1, width).index_select(0, positions)
 
 
-def _shared_slots_of(x: torch.Tensor, rows: RowIndex) -> torch.Tensor:
+def _shared_slots_of(x: torch.Tensor, positions: PositionIndex) -> torch.Tensor:
     """As `_slots_of`, once for all linears with the same input `x`."""
     if torch.compiler.is_compiling():
-        return _slots_of(x, rows)
+        return _slots_of(x, positions)
     if _scope.input is not x:
-        _scope.input, _scope.slots = x, _slots_of(x, rows)
+        _scope.input, _scope.slots = x, _slots_of(x, positions)
     return _scope.slots
 
 
 def _add_residual_(
-    result: torch.Tensor, rows: RowIndex, slots: torch.Tensor, down: torch.Tensor, up: torch.Tensor, scaling: float
+    result: torch.Tensor,
+    positions: PositionIndex,
+    slots: torch.Tensor,
+    down: torch.Tensor,
+    up: torch.Tensor,
+    scaling: float,
 ) -> torch.Tensor:
-    """Add `scaling * x A B` to the slots' rows of the contiguous `result` (batch, seq_len, out_features), in place, and
+    """Add `scaling * x A B` to the slots of the contiguous `result` (batch, seq_len, out_features), in place, and
     return `x A`. x are the `slots` (num_slots, in_features), A is `down` (in_features, r), B is `up` (r,
     out_features)."""
     hidden = torch.mm(slots, down)  # (num_slots, r)
-    if isinstance(rows, torch.Tensor):
-        result.view(-1, result.shape[-1]).index_add_(0, rows, torch.mm(hidden, up), alpha=scaling)
+    if isinstance(positions, torch.Tensor):
+        result.view(-1, result.shape[-1]).index_add_(0, positions, torch.mm(hidden, up), alpha=scaling)
     else:  # one prompt: its slots are adjacent, so the sum is written in place
-        _slots_of(result, rows).addmm_(hidden, up, alpha=scaling)
+        _slots_of(result, positions).addmm_(hidden, up, alpha=scaling)
     return hidden
 
 
 class _SlotResidual(torch.autograd.Function):
-    """Eq. 3 with explicit gradients: autograd would fill a tensor of all rows with zeros for each linear.
+    """Eq. 3 with explicit gradients: autograd would fill a tensor of all positions with zeros for each linear.
 
     The gradient of the frozen `result` (batch, seq_len, out_features) passes unchanged. The caller takes `slots`
     (num_slots, in_features) from the linear's input, so that their gradients are summed over the linears that share
@@ -257,25 +264,25 @@ class _SlotResidual(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, result, slots, down, up, scaling, rows):
+    def forward(ctx, result, slots, down, up, scaling, positions):
         # Not in place, because autograd and hooks may hold the frozen result.
         down_t, up_t = down.transpose(0, 1), up.transpose(0, 1)  # (in_features, r), (r, out_features)
-        if rows is ALL_ROWS:
+        if positions is ALL_POSITIONS:
             hidden = torch.mm(slots, down_t)  # (num_slots, r)
             flat = result.reshape(-1, result.shape[-1])  # (batch * seq_len, out_features)
             total = torch.addmm(flat, hidden, up_t, alpha=scaling).view_as(result)
         else:
             total = result.clone(memory_format=torch.contiguous_format)
-            hidden = _add_residual_(total, rows, slots, down_t, up_t, scaling)
-        ctx.save_for_backward(slots, hidden, down, up, rows if isinstance(rows, torch.Tensor) else None)
-        ctx.scaling, ctx.rows = scaling, None if isinstance(rows, torch.Tensor) else rows
+            hidden = _add_residual_(total, positions, slots, down_t, up_t, scaling)
+        ctx.save_for_backward(slots, hidden, down, up, positions if isinstance(positions, torch.Tensor) else None)
+        ctx.scaling, ctx.positions = scaling, None if isinstance(positions, torch.Tensor) else positions
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_total):
         slots, hidden, down, up, index = ctx.saved_tensors
-        d_residual = _slots_of(d_total, ctx.rows if index is None else index)  # (num_slots, out_features)
+        d_residual = _slots_of(d_total, ctx.positions if index is None else index)  # (num_slots, out_features)
         # `beta=0`: a scaled product in one operation; of the first argument only the shape is used.
         d_hidden = torch.addmm(hidden, d_residual, up, beta=0, alpha=ctx.scaling)  # (num_slots, r)
         _, for_slots, for_down, for_up, *_ = ctx.needs_input_grad
@@ -286,7 +293,7 @@ class _SlotResidual(torch.autograd.Function):
 
 
 class SlotLoraVariant(LoraVariant):
-    """PEFT's interface for another LoRA formula in its layers: here the usual formula, on slot rows only."""
+    """PEFT's interface for another LoRA formula in its layers: here the usual formula, on slots only."""
 
     def supports_lora_conversion(self) -> bool:
         return False
@@ -306,30 +313,31 @@ class SlotLoraVariant(LoraVariant):
 
     @staticmethod
     def forward(module, active_adapter, x, result, **kwargs):
-        """Eq. 3: add the residual to the slot rows of the frozen `result` (batch, seq_len, out_features)."""
-        rows = _scope.rows
-        if rows is None:
+        """Eq. 3: add the residual to the slots of the frozen `result` (batch, seq_len, out_features)."""
+        positions = _scope.positions
+        if positions is None:
             return result
-        # A and B are computed for slots only: PEFT would compute them for all rows, and most results would be masked.
+        # A and B are computed for slots only: PEFT would compute them for all positions, and most results would be
+        # masked.
         down, up = module.lora_A[active_adapter], module.lora_B[active_adapter]
         dropout, scaling = module.lora_dropout[active_adapter], module.scaling[active_adapter]
         is_patched = "forward" in vars(down) or "forward" in vars(up)  # offloading replaces it, to fetch weights
         if is_patched or result.dtype != x.dtype or torch.is_autocast_enabled(x.device.type):
-            slots = down(dropout(_slots_of(x, rows).to(down.weight.dtype)))  # (num_slots, r)
+            slots = down(dropout(_slots_of(x, positions).to(down.weight.dtype)))  # (num_slots, r)
             residual = up(slots * scaling).to(result.dtype)  # (num_slots, out_features)
             flat = result.reshape(-1, result.shape[-1]).clone()  # (batch * seq_len, out_features)
-            if isinstance(rows, torch.Tensor):
-                return flat.index_add(0, rows, residual).view_as(result)
-            flat[rows] += residual
+            if isinstance(positions, torch.Tensor):
+                return flat.index_add(0, positions, residual).view_as(result)
+            flat[positions] += residual
             return flat.view_as(result)
-        slots = _shared_slots_of(x, rows)  # (num_slots, in_features)
+        slots = _shared_slots_of(x, positions)  # (num_slots, in_features)
         if dropout.training:
             slots = dropout(slots)
         down, up = (part.weight if part.weight.dtype == x.dtype else part.weight.to(x.dtype) for part in (down, up))
         if torch.is_grad_enabled():
-            return _SlotResidual.apply(result, slots, down, up, scaling, rows)
+            return _SlotResidual.apply(result, slots, down, up, scaling, positions)
         result = result.contiguous()
-        _add_residual_(result, rows, slots, down.t(), up.t(), scaling)
+        _add_residual_(result, positions, slots, down.t(), up.t(), scaling)
         return result
 
 
@@ -408,15 +416,15 @@ class SlotLoraLayer(InPlaceMixin):
     def forward(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         if args or kwargs or self.active_adapter != [ADAPTER_NAME] or self.merged_adapters:
             return super().forward(x, *args, **kwargs)
-        if (rows := _scope.rows) is None:
+        if (positions := _scope.positions) is None:
             return self.base_layer(x)
         if self.disable_adapters:
             return super().forward(x)
         result = self.base_layer(x)
         if (factors := self.factors(x, result)) is None:
             return SlotLoraVariant.forward(self, ADAPTER_NAME, x, result)
-        result = result.contiguous()  # in place: a copy of the text rows in each linear would cost a tenth of a prefill
-        _add_residual_(result, rows, _shared_slots_of(x, rows), *factors, self.scaling[ADAPTER_NAME])
+        result = result.contiguous()  # in place: a copy of the text in each linear would cost a tenth of a prefill
+        _add_residual_(result, positions, _shared_slots_of(x, positions), *factors, self.scaling[ADAPTER_NAME])
         return result
 
     def factors(self, x: torch.Tensor, result: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -491,7 +499,7 @@ def inject_slot_lora(backbone: nn.Module, layers: nn.ModuleList, config) -> None
         if type(layer.base_layer) is nn.Linear:
             mix_in(FrozenLinear, layer.base_layer)
         layer.lora_variant[ADAPTER_NAME] = SlotLoraVariant()
-        layer.cast_input_dtype_enabled = False  # the variant casts the slot rows; PEFT would cast all rows
+        layer.cast_input_dtype_enabled = False  # the variant casts the slots; PEFT would cast all positions
 
 
 class SlotGate(nn.Module):
@@ -623,19 +631,20 @@ class SlotDecoderLayer(InPlaceMixin):
         max_slots).
         """
         if slots is None:
-            with lora_on(ALL_ROWS if self.has_lora_on_text else None):
+            with lora_on(ALL_POSITIONS if self.has_lora_on_text else None):
                 return super().forward(hidden_states, **kwargs), None
         hidden_states = self._mandatory_pass(hidden_states, slots, kwargs)  # Eq. 4
         if not self._may_refine(slots):
             return self._with_unused_gate(hidden_states, slots.settings), None
-        # Both kinds of steps have the same result for the slots (`tests/test_algorithm.py`), and compute other rows.
+        # Both kinds of steps have the same result for the slots (`tests/test_algorithm.py`), and compute other
+        # positions.
         takes_all_slots = self.training or torch.compiler.is_compiling()
-        hidden = SlotStates(hidden_states, slots.rows)
+        hidden = SlotStates(hidden_states, slots.layout)
         slot_pass = functools.partial(self._slot_pass, hidden, slots, kwargs)
         steps = (AllSlotsSteps if takes_all_slots else OpenSlotsSteps)(self, hidden, slots, slot_pass)
         states = hidden.slots()  # (batch, max_slots, hidden)
         for _ in range(slots.settings.max_refinement_steps):
-            if not steps.can_ask():  # a budget is spent
+            if not steps.can_compute_gates():  # a budget is spent
                 break
             prob = self.gate_prob(states, slots.settings)  # Eq. 5, (batch, width, 1)
             is_open = prob >= slots.settings.gate_threshold
@@ -645,7 +654,7 @@ class SlotDecoderLayer(InPlaceMixin):
                 break
             candidate = steps.reapply(states)  # Eq. 6
             states = gated_update(states, candidate, gate)  # Eq. 8
-        return steps.write_back(states)  # Eq. 9: text rows stay; also the depths
+        return steps.write_back(states)  # Eq. 9: text stays; also the depths
 
     def _mandatory_pass(self, hidden_states: torch.Tensor, slots: Slots, kwargs: dict[str, Any]) -> torch.Tensor:
         """The layer applied once to all positions (batch, seq_len, hidden), with LoRA on slots (Eq. 3).
@@ -660,28 +669,31 @@ class SlotDecoderLayer(InPlaceMixin):
                 "slots have other positions for the text after them than for each other; one forward pass cannot "
                 "record both. Pass one passage, or compute the passages with a `PassageCache` first."
             )
-        with lora_on(self._lora_rows(slots.row_index())):
-            whole = super().forward(hidden_states, **(kwargs if cache is None else {**kwargs, CACHE: cache}))
-        positions, cells = slots.rows.later_text, slots.rows.later_cells
+        with lora_on(self._lora_positions(slots.flat_index())):
+            output = super().forward(hidden_states, **(kwargs if cache is None else {**kwargs, CACHE: cache}))
+        positions, cells = slots.layout.later_text, slots.layout.later_cells
         if cache is None or positions.shape[1] == 0:
-            return whole
+            return output
         inputs = slots.later_text_inputs.get(kwargs, lambda: later_text_inputs(positions, kwargs))
         text_kwargs = {**kwargs, **inputs, CACHE: CompleteKeysValues(cache.keys, cache.values)}
-        with lora_on(ALL_ROWS if self.has_lora_on_text else None), not_recording_outputs():
-            text = super().forward(take_rows(hidden_states, positions), **text_kwargs)  # (batch, max_later, hidden)
-        return torch.where(cells[:, :, None] >= 0, take_rows(text, cells), whole)
+        with lora_on(ALL_POSITIONS if self.has_lora_on_text else None), not_recording_outputs():
+            # (batch, max_later, hidden)
+            text = super().forward(take_positions(hidden_states, positions), **text_kwargs)
+        return torch.where(cells[:, :, None] >= 0, take_positions(text, cells), output)
 
-    def _lora_rows(self, slot_rows: RowIndex | None) -> RowIndex | None:
-        """The rows that LoRA is applied to: `slot_rows`, unless LoRA is on all positions."""
-        return ALL_ROWS if self.has_lora_on_text else slot_rows
+    def _lora_positions(self, positions: PositionIndex | None) -> PositionIndex | None:
+        """The positions that LoRA is applied to: `positions`, unless LoRA is on all positions."""
+        return ALL_POSITIONS if self.has_lora_on_text else positions
 
     def _may_refine(self, slots: Slots) -> bool:
         """Whether this layer may take refinement steps."""
-        settings, rows = slots.settings, slots.rows
+        settings, layout = slots.settings, slots.layout
         if self.slot_gate is None or settings.gate_mode == "off" or settings.max_refinement_steps == 0:
             return False
         # The last layer's states of slots are used only if a prompt ends in a slot; training takes all steps.
-        return rows.slot_rows.shape[0] > 0 and (self.training or not self.is_last or rows.ends_in_slot is not None)
+        return layout.slot_indices.shape[0] > 0 and (
+            self.training or not self.is_last or layout.ends_in_slot is not None
+        )
 
     def _with_unused_gate(self, hidden_states: torch.Tensor, settings: RefinementSettings) -> torch.Tensor:
         """In training, a gate without slots gets a gradient of zero instead of none: other processes wait for it."""
@@ -718,7 +730,7 @@ class SlotDecoderLayer(InPlaceMixin):
         if cache is not None:
             kwargs = {**kwargs, CACHE: LayerKeysValues(cache.layers[self.layer_idx])}
         if slots is not None:
-            slots = slots._replace(rows=slots.rows.for_any_length())
+            slots = slots._replace(layout=slots.layout.for_any_length())
         return self._compiled_algorithm(hidden_states, slots, kwargs)
 
     def __getstate__(self):
@@ -727,29 +739,29 @@ class SlotDecoderLayer(InPlaceMixin):
         return state
 
     def _slot_pass(
-        self, hidden: SlotStates, slots: Slots, kwargs: dict[str, Any], step_rows: StepRows | None
+        self, hidden: SlotStates, slots: Slots, kwargs: dict[str, Any], step_positions: StepPositions | None
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The layer as a function of the states (batch, width, hidden) of all slots, or of those of `step_rows`; all
-        other rows stay fixed."""
-        rows, dtype = slots.rows, hidden.hidden_states.dtype
-        if self.arcaligner_config.text_config._attn_implementation not in ROW_KERNELS or (
-            step_rows is None
+        """The layer as a function of the states (batch, width, hidden) of all slots, or of those of `step_positions`;
+        all other positions stay fixed."""
+        layout, dtype = slots.layout, hidden.hidden_states.dtype
+        if self.arcaligner_config.text_config._attn_implementation not in MASK_KERNELS or (
+            step_positions is None
             and slots.has_little_text
             and slots.settings.budget is None  # a budget pays for keys and values of the text once
             and not torch.compiler.is_compiling()
         ):
             return self._prefix_pass(hidden, slots, kwargs)
-        if step_rows is None:
-            all_slots = StepRows(rows.slot_positions, rows.text_positions, None)
+        if step_positions is None:
+            all_slots = StepPositions(layout.slot_positions, layout.text_positions, None)
             inputs = slots.shared_inputs.get(kwargs, lambda: step_inputs(all_slots, kwargs, dtype))
         else:
-            inputs = step_inputs(step_rows, kwargs, dtype)
-        # The fixed rows are projected to keys and values once, not in each step.
+            inputs = step_inputs(step_positions, kwargs, dtype)
+        # The fixed positions are projected to keys and values once, not in each step.
         cache = RefinementKeysValues(*self._fixed_keys_values(hidden.hidden_states, inputs, kwargs))
         step_kwargs = {**kwargs, **inputs.for_slots, CACHE: cache}
 
         def reapply(states: torch.Tensor) -> torch.Tensor:
-            with lora_on(ALL_ROWS), not_recording_outputs():
+            with lora_on(ALL_POSITIONS), not_recording_outputs():
                 return super(SlotDecoderLayer, self).forward(states, **step_kwargs)
 
         return reapply
@@ -757,14 +769,14 @@ class SlotDecoderLayer(InPlaceMixin):
     def _fixed_keys_values(
         self, hidden_states: torch.Tensor, inputs: StepInputs, kwargs: dict
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Keys and values of the fixed rows of a step, each (batch, heads, max_fixed, head_dim)."""
-        if inputs.rows.fixed_positions.shape[1] == 0:
+        """Keys and values of the fixed positions of a step, each (batch, heads, max_fixed, head_dim)."""
+        if inputs.positions.fixed_positions.shape[1] == 0:
             return None, None
         recorder = KeysValuesRecorder()
-        fixed = take_rows(hidden_states, inputs.rows.fixed_positions)  # (batch, max_fixed, hidden)
+        fixed = take_positions(hidden_states, inputs.positions.fixed_positions)  # (batch, max_fixed, hidden)
         fixed_kwargs = {**kwargs, **inputs.for_fixed, CACHE: recorder}
         try:
-            with lora_on(self._lora_rows(inputs.rows.fixed_slots)), not_recording_outputs():
+            with lora_on(self._lora_positions(inputs.positions.fixed_slots)), not_recording_outputs():
                 super().forward(fixed, **fixed_kwargs)
         except KeysValuesComplete:  # only an exception ends the layer of any backbone after its keys and values
             pass
@@ -776,18 +788,18 @@ class SlotDecoderLayer(InPlaceMixin):
     ) -> Callable[[torch.Tensor], torch.Tensor]:
         """As `_slot_pass` for all slots, but the layer computes the whole prefix. Used for attention kernels that take
         no mask of queries by keys, and if there is so little text that separating it would take longer."""
-        rows, (batch, seq_len, _) = slots.rows, hidden.hidden_states.shape
-        length = seq_len if rows.prefix_length is None else rows.prefix_length
+        layout, (batch, seq_len, _) = slots.layout, hidden.hidden_states.shape
+        length = seq_len if layout.prefix_length is None else layout.prefix_length
         step_kwargs = kwargs | slots.shared_inputs.get(kwargs, lambda: prefix_inputs(length, kwargs))
         if batch == 1:  # the slots have the same positions in a prefix that is shorter
-            index = slots.row_index()
+            index = slots.flat_index()
         else:
-            index = rows.slot_rows // seq_len * length + rows.slot_rows % seq_len
+            index = layout.slot_indices // seq_len * length + layout.slot_indices % seq_len
 
         def reapply(states: torch.Tensor) -> torch.Tensor:
-            with lora_on(self._lora_rows(index)), not_recording_outputs():
-                whole = super(SlotDecoderLayer, self).forward(hidden.prefix_with(states, length), **step_kwargs)
-            return hidden.slots_of_prefix(whole)
+            with lora_on(self._lora_positions(index)), not_recording_outputs():
+                output = super(SlotDecoderLayer, self).forward(hidden.prefix_with(states, length), **step_kwargs)
+            return hidden.slots_of_prefix(output)
 
         return reapply
 
@@ -804,7 +816,7 @@ def add_slots_to_layer(layer: nn.Module, layer_idx: int, config: ArcAlignerConfi
     layer.slot_cost = count_layer_cost(layer, config.text_config)
 
 
-# Kinds of attention with which a layer can be applied again to its slot rows alone.
+# Kinds of attention with which a layer can be applied again to its slots alone.
 _SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 # Backbones that are refused for a reason that neither their configuration nor their layers' signatures show.
@@ -1012,10 +1024,12 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
                 longer than the backbone's context, an invalid setting of the gates or budget.
         """
         cache = one_cache(past_key_values, cache)
-        wanted = (gate_mode, gate_threshold, max_refinement_steps, refinement_budget)
-        wanted = {name: value for name, value in zip(REFINEMENT_SETTINGS, wanted, strict=True) if value is not None}
+        gate_options = (gate_mode, gate_threshold, max_refinement_steps, refinement_budget)
+        gate_options = {
+            name: value for name, value in zip(REFINEMENT_SETTINGS, gate_options, strict=True) if value is not None
+        }
         if not torch.compiler.is_compiling():
-            self._check_inputs(input_ids, inputs_embeds, context_embeds, is_generated, wanted)
+            self._check_inputs(input_ids, inputs_embeds, context_embeds, is_generated, gate_options)
         has_slots = input_ids is not None and context_embeds is not None
         slot_mask = input_ids == self.config.context_token_id if has_slots else None  # `M_r`, (batch, seq_len)
         text = inputs_embeds if input_ids is None else input_ids
@@ -1025,7 +1039,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         if slot_mask is not None:
             of_slots = (context_embeds, context_word_ids, context_passage_ids)
             kwargs["slots"], attention_mask, position_ids = self._prepare_slots(
-                slot_mask, *of_slots, attention_mask, position_ids, cache, wanted
+                slot_mask, *of_slots, attention_mask, position_ids, cache, gate_options
             )
             inputs_embeds = self._embed(input_ids, inputs_embeds, slot_mask, context_embeds, context_word_ids)
             input_ids = None  # the backbone takes one of the two
@@ -1061,12 +1075,12 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         inputs_embeds: torch.FloatTensor | None,
         context_embeds: torch.FloatTensor | None,
         is_generated: bool,
-        wanted: dict[str, Any],
+        gate_options: dict[str, Any],
     ) -> None:
         """Check the gates' settings of a call, and the tokens of its input before its slots are searched. Compiled code
         checks nothing. A generated token is not checked, because the host would wait for the device."""
-        if wanted:  # the settings of the configuration were checked
-            check_gates(**wanted)
+        if gate_options:  # the settings of the configuration were checked
+            check_gates(**gate_options)
         slot_id = self.config.context_token_id
         if input_ids is None:
             if context_embeds is not None:
@@ -1108,18 +1122,18 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
             passage_ids = context_passage_ids if are_independent else None
             self._check_slot_inputs(slot_mask, context_embeds, context_word_ids, passage_ids)
         is_moved = are_independent and self.config.passage_alignment == "end"
-        rows = find_slots(slot_mask, attention_mask, context_embeds, context_passage_ids if is_moved else None)
+        layout = find_slots(slot_mask, attention_mask, context_embeds, context_passage_ids if is_moved else None)
         if are_independent:
-            attention_mask, position_ids = keep_passages_apart(
+            attention_mask, position_ids = separate_inputs(
                 slot_mask, context_passage_ids, attention_mask, position_ids, cache, self.dtype
             )
         if is_compiling:
-            rows = rows.for_any_length()
+            layout = layout.for_any_length()
         else:
             check_length(slot_mask.shape[1], "The prompt", self.config.text_config, position_ids)
-            check_slots_after_cache(self.config, rows, cache, context_passage_ids, wanted)
+            check_slots_after_cache(self.config, layout, cache, context_passage_ids, wanted)
         settings = self.config.gate_settings(**wanted)
-        slots = new_slots(self.config, settings, self.layer_costs, rows, self.training)
+        slots = new_slots(self.config, settings, self.layer_costs, layout, self.training)
         return slots, attention_mask, position_ids
 
     def _check_slot_inputs(
@@ -1154,7 +1168,7 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         is_real = torch.arange(context_embeds.shape[1], device=slot_mask.device) < slot_mask.sum(dim=1, keepdim=True)
         context_embeds = context_embeds.masked_fill(~is_real[:, :, None], 0.0)
         slot_embeds = self.project(context_embeds, context_word_ids)  # (batch, max_slots, hidden)
-        placed = take_rows(slot_embeds.to(inputs_embeds.dtype), slot_mask.cumsum(dim=1) - 1)  # as `inputs_embeds`
+        placed = take_positions(slot_embeds.to(inputs_embeds.dtype), slot_mask.cumsum(dim=1) - 1)  # as `inputs_embeds`
         return torch.where(slot_mask[:, :, None], placed, inputs_embeds)
 
     def project(self, context_embeds: torch.Tensor, context_word_ids: torch.LongTensor | None = None) -> torch.Tensor:
@@ -1274,24 +1288,27 @@ def postprocess_logits(logits: torch.Tensor, config: PreTrainedConfig) -> torch.
     return logits
 
 
-# Rows of logits that are in memory together: 50 MB in float32 for a vocabulary of 49,152.
-HEAD_ROWS = 256
+# Positions whose logits are in memory together: 50 MB in float32 for a vocabulary of 49,152.
+HEAD_POSITIONS = 256
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Loss through the frozen head that computes the gradient for the hidden states in the forward pass, `HEAD_ROWS`
-    rows at a time, so that the logits of all rows are never in memory together. On CPUs, logits and softmax take longer
-    than all decoder layers of a small backbone; on GPUs, they take most of the memory."""
+    """Loss through the frozen head that computes the gradient for the hidden states in the forward pass,
+    `HEAD_POSITIONS` positions at a time, so that the logits of all positions are never in memory together. On CPUs,
+    logits and softmax take longer than all decoder layers of a small backbone; on GPUs, they take most of the
+    memory."""
 
     @staticmethod
     def forward(ctx, hidden_states, targets, head, text_config):
         total, gradients = torch.zeros((), device=hidden_states.device), []
-        for states, wanted in zip(hidden_states.split(HEAD_ROWS), targets.split(HEAD_ROWS), strict=True):
+        for states, part_targets in zip(
+            hidden_states.split(HEAD_POSITIONS), targets.split(HEAD_POSITIONS), strict=True
+        ):
             states = states.detach().requires_grad_(ctx.needs_input_grad[0])
             with torch.set_grad_enabled(states.requires_grad):
-                logits = head(states)  # (rows, vocab_size)
+                logits = head(states)  # (positions, vocab_size)
                 logits = postprocess_logits(logits.to(torch.promote_types(logits.dtype, torch.float32)), text_config)
-                nll = nn.functional.cross_entropy(logits, wanted, reduction="sum")
+                nll = nn.functional.cross_entropy(logits, part_targets, reduction="sum")
             gradients += torch.autograd.grad(nll, states) if states.requires_grad else ()
             total = total + nll.detach()
         if gradients:
@@ -1309,8 +1326,8 @@ class _HeadLoss(torch.autograd.Function):
 def head_nll(
     hidden_states: torch.Tensor, targets: torch.LongTensor, head: nn.Linear, text_config: PreTrainedConfig
 ) -> torch.Tensor:
-    """Sum of the negative log-likelihoods of `targets` (rows,) through a frozen head, from `hidden_states`
-    (rows, hidden). It cannot be differentiated twice.
+    """Sum of the negative log-likelihoods of `targets` (positions,) through a frozen head, from `hidden_states`
+    (positions, hidden). It cannot be differentiated twice.
 
     Raises:
         `ValueError`: a head that is trained, because this function gives it no gradient.
@@ -1338,16 +1355,16 @@ def text_for_slots(input_ids: torch.LongTensor, context_token_id: int) -> torch.
 
 def check_slots_after_cache(
     config: ArcAlignerConfig,
-    rows: SlotRows,
+    layout: SlotLayout,
     cache: Cache | None,
     context_passage_ids: torch.LongTensor | None,
-    wanted: dict[str, Any],
+    gate_options: dict[str, Any],
 ) -> None:
-    """Raise `ValueError` for slots after cached text, if the result would differ from one prefill of both. `wanted` are
-    the `REFINEMENT_SETTINGS` of the call."""
-    if rows.slot_rows.shape[0] == 0 or cache is None or cache.get_seq_length() == 0:
+    """Raise `ValueError` for slots after cached text, if the result would differ from one prefill of both.
+    `gate_options` are the `REFINEMENT_SETTINGS` of the call."""
+    if layout.slot_indices.shape[0] == 0 or cache is None or cache.get_seq_length() == 0:
         return
-    if config.refines(**wanted):
+    if config.refines(**gate_options):
         reason = "refinement needs the deeper states of earlier tokens, which are not in a cache"
     elif config.passage_attention == "separate" and context_passage_ids is not None:
         reason = "the slots of several passages need the positions of the whole prompt"
@@ -1443,8 +1460,8 @@ class SlotGenerationMixin(GenerationMixin):
             model_inputs["context_embeds"] = context_embeds
             model_inputs["context_word_ids"] = context_word_ids
             model_inputs["context_passage_ids"] = context_passage_ids
-            wanted = (gate_mode, gate_threshold, max_refinement_steps, refinement_budget)
-            model_inputs |= dict(zip(REFINEMENT_SETTINGS, wanted, strict=True))
+            gate_options = (gate_mode, gate_threshold, max_refinement_steps, refinement_budget)
+            model_inputs |= dict(zip(REFINEMENT_SETTINGS, gate_options, strict=True))
         return model_inputs
 
     def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs):
@@ -1489,7 +1506,7 @@ class SlotGenerationMixin(GenerationMixin):
             )
         if settings := {name: kwargs[name] for name in REFINEMENT_SETTINGS if kwargs.get(name) is not None}:
             check_gates(**settings)
-            if self._has_read_slots(input_ids, cache):
+            if self._has_cached_slots(input_ids, cache):
                 logger.warning_once(
                     f"{', '.join(f'`{name}`' for name in settings)} of `generate` cannot change slots that are already "
                     "in `past_key_values`. Pass these settings to `prepare` of the passage cache instead."
@@ -1504,7 +1521,7 @@ class SlotGenerationMixin(GenerationMixin):
             kwargs["slot_bias"] = self.slot_bias(input_ids, kwargs.get("context_passage_ids"), passage_prior)
         return super().generate(inputs, *args, **kwargs)
 
-    def _has_read_slots(self, input_ids: torch.LongTensor | None, cache: Cache | None) -> bool:
+    def _has_cached_slots(self, input_ids: torch.LongTensor | None, cache: Cache | None) -> bool:
         """Whether a prompt (batch, seq_len) has slots and all of them are in a cache."""
         if input_ids is None or cache is None:
             return False
@@ -1663,8 +1680,8 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
             logits_to_keep (`int` or `torch.Tensor`, defaults to 0):
                 The number of last positions that get logits, 0 for all; or a tensor of positions.
             skip_logits (`bool`, defaults to `False`):
-                With `labels`, compute only the loss: the frozen head computes `HEAD_ROWS` labeled positions at a time,
-                and the output has no logits. For training.
+                With `labels`, compute only the loss: the frozen head computes `HEAD_POSITIONS` labeled positions at a
+                time, and the output has no logits. For training.
             only_answerability (`bool`, defaults to `False`):
                 Compute `answerability_logits` only: the layers above the last one that they need are skipped, so the
                 cache of this call cannot be continued.
@@ -1740,9 +1757,10 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
         """The mean NLL (Eq. 10) of the labeled positions; `hidden_states` (batch, seq_len, hidden)."""
         targets = labels[:, 1:].flatten()  # (batch * (seq_len - 1),)
         is_target = (targets != -100) & (targets != self.config.context_token_id)
-        places = is_target.nonzero()[:, 0]  # (num_targets,), computed once, because the host waits for the device
-        predicting = hidden_states[:, :-1].flatten(0, 1).index_select(0, places)  # (num_targets, hidden)
-        nll = head_nll(predicting, targets.index_select(0, places), self.lm_head, self.config.text_config)
+        # (num_targets,), computed once, because the host waits for the device
+        target_indices = is_target.nonzero()[:, 0]
+        predicting = hidden_states[:, :-1].flatten(0, 1).index_select(0, target_indices)  # (num_targets, hidden)
+        nll = head_nll(predicting, targets.index_select(0, target_indices), self.lm_head, self.config.text_config)
         return nll / (is_target.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
 
 

@@ -2,7 +2,7 @@
 `tokens_per_slot`, a slot is a span of a segment's tokens.
 
 spaCy finds the sentences. Documents are normalized to what people see (`readable`). The `start` and `end` of a segment
-count characters of the normalized text; `in_given_text` maps segments to the given text, so that an answer can be
+count characters of the normalized text; `in_original_text` maps segments to the given text, so that an answer can be
 traced back to it.
 """
 
@@ -17,8 +17,8 @@ from numbers import Integral
 
 import numpy as np
 
-from .configuration_arcaligner import is_number
-from .tokenization_arcaligner import given_text, readable, text_of, title_of, tokenize_with_ends
+from .configuration_arcaligner import is_number, warn_of_rename
+from .tokenization_arcaligner import original_text, readable, text_of, title_of, tokenize_with_ends
 
 # spaCy refuses longer texts by default; its rule-based sentence splitter needs little memory for each character.
 _MAX_SPACY_CHARACTERS = 100_000_000
@@ -33,9 +33,9 @@ class Segment:
     end: int
     text: str
 
-    def of_document(self, piece: "Segment") -> "Segment":
-        """Map this segment of a `piece` of a document to a segment of the document."""
-        return Segment(piece.document, piece.start + self.start, piece.start + self.end, self.text)
+    def of_document(self, part: "Segment") -> "Segment":
+        """Map this segment of a `part` of a document to a segment of the document."""
+        return Segment(part.document, part.start + self.start, part.start + self.end, self.text)
 
 
 @dataclass(frozen=True)
@@ -52,19 +52,19 @@ class SegmentTokens:
         """Where the segment's text begins in the encoder's input."""
         return len(self.encoder_text) - len(self.segment.text)
 
-    def runs(self, tokens_per_slot: int | str) -> list[tuple[int, int]]:
+    def token_spans(self, tokens_per_slot: int | str) -> list[tuple[int, int]]:
         """First and end token of each slot."""
-        return equal_runs(len(self.word_ids), tokens_per_slot)
+        return equal_spans(len(self.word_ids), tokens_per_slot)
 
-    def pieces(self, tokens_per_slot: int | str) -> list[Segment]:
+    def slot_segments(self, tokens_per_slot: int | str) -> list[Segment]:
         """The part of the segment's text that each slot represents, with its characters in the document."""
-        pieces, start = [], 0
-        for _, last in self.runs(tokens_per_slot):
+        segments, start = [], 0
+        for _, last in self.token_spans(tokens_per_slot):
             end = self.word_ends[last - 1] if last < len(self.word_ids) else len(self.segment.text)
             text = self.segment.text[start:end]
-            pieces.append(Segment(self.segment.document, self.segment.start + start, self.segment.start + end, text))
+            segments.append(Segment(self.segment.document, self.segment.start + start, self.segment.start + end, text))
             start = end
-        return pieces
+        return segments
 
 
 # Placeholder segment for "no passages": one slot for the empty string.
@@ -84,10 +84,10 @@ def count_slots(num_tokens, tokens_per_slot: int | str):
     return quotient + (quotient < 1)
 
 
-def equal_runs(num_tokens: int, tokens_per_slot: int | str) -> list[tuple[int, int]]:
+def equal_spans(num_tokens: int, tokens_per_slot: int | str) -> list[tuple[int, int]]:
     """Cut a segment's tokens into equal spans of about `tokens_per_slot`, one for each slot.
 
-    >>> equal_runs(10, 4), equal_runs(2, 4), equal_runs(10, "segment")
+    >>> equal_spans(10, 4), equal_spans(2, 4), equal_spans(10, "segment")
     ([(0, 3), (3, 6), (6, 10)], [(0, 2)], [(0, 10)])
     """
     count = count_slots(num_tokens, tokens_per_slot)
@@ -95,9 +95,15 @@ def equal_runs(num_tokens: int, tokens_per_slot: int | str) -> list[tuple[int, i
     return list(zip(bounds[:-1], bounds[1:], strict=True))
 
 
-def run_ends(start: int, word_ends: Sequence[int], tokens_per_slot: int | str) -> list[int]:
+def equal_runs(num_tokens: int, tokens_per_slot: int | str) -> list[tuple[int, int]]:
+    """The name of `equal_spans` in version 0.2."""
+    warn_of_rename("equal_runs", "equal_spans")
+    return equal_spans(num_tokens, tokens_per_slot)
+
+
+def span_ends(start: int, word_ends: Sequence[int], tokens_per_slot: int | str) -> list[int]:
     """Where the slots of a segment end: characters of the encoder's text, in which the segment begins at `start`."""
-    return [start + (word_ends[last - 1] if last else 0) for _, last in equal_runs(len(word_ends), tokens_per_slot)]
+    return [start + (word_ends[last - 1] if last else 0) for _, last in equal_spans(len(word_ends), tokens_per_slot)]
 
 
 def check_tokens_per_slot(tokens_per_slot: int | str) -> None:
@@ -124,14 +130,14 @@ def check_num_tokens(name: str, value) -> None:
         raise ValueError(f"`{name}` is {value!r}; expected a whole number of tokens of at least 1.")
 
 
-def in_given_text(segments: Sequence[Segment], documents: Sequence[str | dict]) -> list[Segment]:
+def in_original_text(segments: Sequence[Segment], documents: Sequence[str | dict]) -> list[Segment]:
     """Map segments of normalized documents to segments of the given texts."""
-    texts = [given_text(document, number) for number, document in enumerate(documents)]
+    texts = [original_text(document, number) for number, document in enumerate(documents)]
     normalized = list(map(readable, texts))
     mapped = []
     for segment in segments:
         if normalized[segment.document].edits:
-            start, end = normalized[segment.document].given(segment.start, segment.end)
+            start, end = normalized[segment.document].to_original(segment.start, segment.end)
             segment = Segment(segment.document, start, end, texts[segment.document][start:end])
         mapped.append(segment)
     return mapped
@@ -198,9 +204,9 @@ def _strip(text: str, start: int, end: int) -> tuple[int, int]:
 
 
 def _sentences(text: str, spacy_model: str) -> list[tuple[int, int]]:
-    nlp, most_words = _load_spacy(spacy_model)
+    nlp, max_words = _load_spacy(spacy_model)
     spans = [_strip(text, s.start_char, s.end_char) for s in nlp(text).sents]
-    if len(nlp.vocab.strings) > most_words:
+    if len(nlp.vocab.strings) > max_words:
         _new_spacy.cache_clear()
     return [(start, end) for start, end in spans if start < end]
 
@@ -214,25 +220,25 @@ def _halves(text: str, start: int, end: int, anywhere: bool = False) -> list[tup
     cuts = [middle - 1 - before.start()] if before else []
     cuts += [after.start()] if after else []
     if cuts:
-        cut = min(cuts, key=lambda place: abs(place - middle))
+        cut = min(cuts, key=lambda index: abs(index - middle))
         return [_strip(text, start, cut), _strip(text, cut, end)]
     return [(start, middle), (middle, end)] if anywhere and start < middle else [(start, end)]
 
 
-def fitting_pieces(text: str, start: int, end: int, num_reads: Callable[[str], int]) -> list[tuple[int, int]]:
-    """Pieces that fit into the encoder: cut in two at a space, or anywhere in a long word, until each piece fits."""
-    pieces, reads = [(start, end)], num_reads(text[start:end])
-    if reads <= 1 or end - start <= 1:
-        return pieces
-    for _ in range(1 if reads < 5 else (reads - 1).bit_length()):  # several cuts together, because each test takes time
-        pieces = [half for piece in pieces for half in _halves(text, *piece, anywhere=True)]
-    return [small for piece in pieces for small in fitting_pieces(text, *piece, num_reads)]
+def fitting_spans(text: str, start: int, end: int, num_parts: Callable[[str], int]) -> list[tuple[int, int]]:
+    """Spans that fit into the encoder: cut in two at a space, or anywhere in a long word, until each span fits."""
+    spans, count = [(start, end)], num_parts(text[start:end])
+    if count <= 1 or end - start <= 1:
+        return spans
+    for _ in range(1 if count < 5 else (count - 1).bit_length()):  # several cuts together, because each test takes time
+        spans = [half for span in spans for half in _halves(text, *span, anywhere=True)]
+    return [small for span in spans for small in fitting_spans(text, *span, num_parts)]
 
 
 def check_sentences_per_segment(sentences_per_segment: int | float) -> None:
     """Raise `ValueError` unless `sentences_per_segment` is 0.5 or a whole number of at least 1."""
-    whole = float(sentences_per_segment).is_integer() and sentences_per_segment >= 1
-    if sentences_per_segment != 0.5 and not whole:
+    is_whole = float(sentences_per_segment).is_integer() and sentences_per_segment >= 1
+    if sentences_per_segment != 0.5 and not is_whole:
         raise ValueError(
             f"`sentences_per_segment` is {sentences_per_segment}; expected 0.5 for half sentences (12x compression in "
             "the paper), 1 for sentences (24x), or a larger whole number to merge sentences (3: 72x)."
@@ -245,7 +251,7 @@ def segment_document(
     *,
     sentences_per_segment: int | float = 1,
     spacy_model: str = "en",
-    num_reads: Callable[[str], int] = lambda text: 1,
+    num_parts: Callable[[str], int] = lambda text: 1,
 ) -> list[Segment]:
     """Cut a document into segments.
 
@@ -254,7 +260,7 @@ def segment_document(
         document (`int`): Its number, a field of the segments.
         sentences_per_segment (`int` or `float`): 0.5 for half sentences, 1 for sentences, n to merge n sentences.
         spacy_model (`str`): A language code, for rule-based sentences, or the name of an installed spaCy pipeline.
-        num_reads (`Callable`): Returns roughly how many times longer a text is than the encoder's limit. Above 1, the
+        num_parts (`Callable`): Returns roughly how many times longer a text is than the encoder's limit. Above 1, the
             text is split.
 
     Returns:
@@ -270,8 +276,8 @@ def segment_document(
     elif sentences_per_segment > 1:
         size = int(sentences_per_segment)
         spans = [(spans[i][0], spans[min(i + size, len(spans)) - 1][1]) for i in range(0, len(spans), size)]
-    pieces = [piece for span in spans for piece in fitting_pieces(text, *span, num_reads)]
-    return [Segment(document, start, end, text[start:end]) for start, end in pieces]
+    parts = [part for span in spans for part in fitting_spans(text, *span, num_parts)]
+    return [Segment(document, start, end, text[start:end]) for start, end in parts]
 
 
 def segment_documents(
@@ -279,7 +285,7 @@ def segment_documents(
     *,
     sentences_per_segment: int | float,
     spacy_model: str,
-    num_reads: Callable[[str], int],
+    num_parts: Callable[[str], int],
 ) -> list[Segment]:
     """The segments of one question's documents, in order; see [`segment_document`]. Their `start` and `end` count
     characters of the normalized text (`text_of`).
@@ -287,7 +293,7 @@ def segment_documents(
     Raises:
         `ValueError`: a document that is neither a string nor `{"title": str, "text": str}`.
     """
-    settings = {"sentences_per_segment": sentences_per_segment, "spacy_model": spacy_model, "num_reads": num_reads}
+    settings = {"sentences_per_segment": sentences_per_segment, "spacy_model": spacy_model, "num_parts": num_parts}
     texts = [text_of(document, number) for number, document in enumerate(documents)]
     return [segment for number, text in enumerate(texts) for segment in segment_document(text, number, **settings)]
 
@@ -300,15 +306,16 @@ class _Gaps:
     def __init__(self, ends: Sequence[int], starts: Sequence[int]):
         self.ends, self.starts = ends, starts
 
-    def first(self, least: int, most: int) -> int | None:
-        """Where the text after the first suitable gap starts: before it, text has to end between `least` and `most`."""
-        number = bisect_left(self.ends, least)
-        return self.starts[number] if number < len(self.ends) and self.ends[number] <= most else None
+    def first(self, lower: int, upper: int) -> int | None:
+        """Where the text after the first suitable gap starts: before it, text has to end between `lower` and
+        `upper`."""
+        number = bisect_left(self.ends, lower)
+        return self.starts[number] if number < len(self.ends) and self.ends[number] <= upper else None
 
-    def last(self, least: int, most: int) -> int | None:
+    def last(self, lower: int, upper: int) -> int | None:
         """As `first`, for the last suitable gap."""
-        number = bisect_right(self.ends, most) - 1
-        return self.starts[number] if number >= 0 and self.ends[number] >= least else None
+        number = bisect_right(self.ends, upper) - 1
+        return self.starts[number] if number >= 0 and self.ends[number] >= lower else None
 
 
 _PARAGRAPH, _LINE_END, _SPACES, _NO_SPACE = (
@@ -402,20 +409,23 @@ def cut_long(
 ) -> tuple[list[str | dict], list[Segment]]:
     """Cut documents of more than `longest` tokens with [`cut_text`]. Return all passages, and the place of each passage
     in its document."""
-    passages, pieces = [], []
+    passages, segments = [], []
     for number, document in enumerate(documents):
-        text = given_text(document, number)
+        text = original_text(document, number)
         spans = [(0, len(text))]
         if len(text.encode()) > longest:  # no token is less than a byte
             normalized = readable(text)
             if len(tokenize_with_ends(tokenizer, [normalized.text])[0][0]) > longest:
                 cuts = cut_text(normalized.text, tokenizer, passage_tokens, spacy_model=spacy_model)
-                starts = [0, *(normalized.given(start, end)[0] for start, end in cuts[1:])]
+                starts = [0, *(normalized.to_original(start, end)[0] for start, end in cuts[1:])]
                 spans = list(zip(starts, [*starts[1:], len(text)], strict=True))
-        parts = [Segment(number, start, end, text[start:end]) for start, end in spans]
-        passages += [document | {"text": part.text} if isinstance(document, dict) else part.text for part in parts]
-        pieces += parts
-    return passages, pieces
+        new_segments = [Segment(number, start, end, text[start:end]) for start, end in spans]
+        passages += [
+            document | {"text": segment.text} if isinstance(document, dict) else segment.text
+            for segment in new_segments
+        ]
+        segments += new_segments
+    return passages, segments
 
 
 def encoder_texts(segments: Sequence[Segment], documents: Sequence[str | dict]) -> list[str]:

@@ -17,7 +17,7 @@ from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
-from ...common.files import write_whole
+from ...common.files import write_atomically
 from ..methods import split_name
 from ..results import MAIN, method_titles
 from .speed import find_size, first_token_ms
@@ -52,7 +52,7 @@ def save_figure(path: Path, figure: Figure) -> None:
     picture = io.BytesIO()
     with plt.rc_context(STYLE):
         figure.savefig(picture, format="svg", metadata={"Date": None})
-    write_whole(path, picture.getvalue())
+    write_atomically(path, picture.getvalue())
     plt.close(figure)
 
 

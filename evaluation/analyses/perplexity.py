@@ -28,7 +28,7 @@ BASE = "Base"  # the backbone repeats the text that it is given
 def text_examples(processor: ArcAlignerProcessor, rows: list[Row]) -> list[Example]:
     """An example of stage I for each passage that has a text: all of its segments as slots, its text as the target."""
     builder = ExampleBuilder(processor, max_segments=1)
-    return [example for row in rows for example in builder.whole_passages(row)]
+    return [example for row in rows for example in builder.passage_examples(row)]
 
 
 def slot_losses(

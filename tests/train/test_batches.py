@@ -13,7 +13,7 @@ from training_recipes import logs, parameters, run, run_until
 from training_rows import question_rows
 
 from arcaligner.train import batches as module
-from arcaligner.train.batches import RatedExamples, TokenBatches, drawn_rate, example_lengths
+from arcaligner.train.batches import ExamplesWithCompression, TokenBatches, drawn_tokens_per_slot, example_lengths
 from arcaligner.train.examples import EXAMPLE_FEATURES, ExampleBuilder
 from arcaligner.train.sft import AlignerTrainer, ContextCollator
 
@@ -105,10 +105,10 @@ def test_longest_example_must_fit():
 
 
 def test_examples_carry_their_rate():
-    rated = RatedExamples(Dataset.from_list([{"row_id": "a"}, {"row_id": "b"}]))
+    rated = ExamplesWithCompression(Dataset.from_list([{"row_id": "a"}, {"row_id": "b"}]))
     examples = rated.__getitems__([(1, 4), (0, 4)])
     assert examples == [{"row_id": "b", "tokens_per_slot": 4}, {"row_id": "a", "tokens_per_slot": 4}]
-    assert drawn_rate(examples, [2]) == 4 and len(rated) == 2
+    assert drawn_tokens_per_slot(examples, [2]) == 4 and len(rated) == 2
 
 
 def test_collated_batches_fit(processor):
@@ -119,7 +119,7 @@ def test_collated_batches_fit(processor):
     lengths, rates = example_lengths(dataset, [2, "segment"]), [2, "segment"]
     collate = ContextCollator(processor.context_token_id, 0, processor.encoder.text_tokenizer, rates)
     for batch in TokenBatches(lengths, rates, 300, 20, seed=1):
-        collated = collate(RatedExamples(dataset).__getitems__(batch))
+        collated = collate(ExamplesWithCompression(dataset).__getitems__(batch))
         longest = max(lengths[rate][number] for number, rate in batch)
         assert collated["input_ids"].shape == (len(batch), longest)
 

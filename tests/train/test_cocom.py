@@ -58,9 +58,12 @@ def test_spans_are_compressed_independently(base_model_dir):
     """The vectors of a span, one for every four tokens with the norm of a word, do not depend on batch or padding."""
     model = compressing(base_model_dir)
     ids = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [14, 15], [16, 17, 18, 19]]
-    rows = [{"head": [1], "passages": [ids[0], ids[1]], "tail": [2]}, {"head": [1], "passages": [ids[2]], "tail": [2]}]
+    rows = [
+        {"prefix_ids": [1], "passages": [ids[0], ids[1]], "suffix_ids": [2]},
+        {"prefix_ids": [1], "passages": [ids[2]], "suffix_ids": [2]},
+    ]
     batch = CocomCollator(0, 4)(rows)
-    slots = model.compress(batch["run_ids"], batch["run_mask"])
+    slots = model.compress(batch["span_ids"], batch["span_mask"])
     assert batch["slot_mask"].sum(dim=1).tolist() == [4, 1] and len(slots) == 5
     alone = [model.compress(torch.tensor([tokens]), torch.ones(1, len(tokens), dtype=torch.bool)) for tokens in ids]
     torch.testing.assert_close(slots, torch.cat(alone), rtol=1e-9, atol=1e-9)
@@ -73,9 +76,9 @@ def test_spans_are_compressed_independently(base_model_dir):
 
 
 def test_long_passages_are_cut(base_model_dir):
-    row = {"head": [1], "passages": [list(range(3, 3 + 130))], "tail": [2]}
+    row = {"prefix_ids": [1], "passages": [list(range(3, 3 + 130))], "suffix_ids": [2]}
     batch = CocomCollator(0, 16)([row])
-    assert batch["run_mask"].sum(dim=1).tolist() == [128, 2] and batch["slot_mask"].sum() == 8 + 1
+    assert batch["span_mask"].sum(dim=1).tolist() == [128, 2] and batch["slot_mask"].sum() == 8 + 1
     assert compressing(base_model_dir, 16).num_slots(row["passages"][0]) == 9
 
 
@@ -83,18 +86,18 @@ def test_slots_replace_passages(base_model_dir):
     """The compressed passages are in their places in the prompt, in order; a prompt without passages is unchanged."""
     model = compressing(base_model_dir)
     rows = [
-        {"head": [1, 2], "passages": [[5, 6, 7]], "tail": [3]},
-        {"head": [1], "passages": [[8] * 5], "tail": [3, 4]},
+        {"prefix_ids": [1, 2], "passages": [[5, 6, 7]], "suffix_ids": [3]},
+        {"prefix_ids": [1], "passages": [[8] * 5], "suffix_ids": [3, 4]},
     ]
     batch = CocomCollator(0, 4, padding_side="left")(rows)
     assert batch["input_ids"].tolist() == [[0, 1, 2, 0, 3], [1, 0, 0, 3, 4]]
     batch.pop("labels"), batch.pop("attention_mask")
     embeds = model.embed(**batch)
-    slots = model.compress(batch["run_ids"], batch["run_mask"])
+    slots = model.compress(batch["span_ids"], batch["span_mask"])
     torch.testing.assert_close(embeds[batch["slot_mask"]], slots)
     words = model.model.get_input_embeddings()
     torch.testing.assert_close(embeds[~batch["slot_mask"]], words(batch["input_ids"])[~batch["slot_mask"]])
-    none = CocomCollator(0, 4)([{"head": [1], "passages": [], "tail": [2]}])
+    none = CocomCollator(0, 4)([{"prefix_ids": [1], "passages": [], "suffix_ids": [2]}])
     none = {name: none[name] for name in batch}
     torch.testing.assert_close(model.embed(**none), words(torch.tensor([[1, 2]])))
 
@@ -104,7 +107,7 @@ def test_targets_are_answers_or_texts(tokenizer, processor):
     (row,) = question_rows(1)
     example = tokenize(row, tokenizer, asks=True)
     parts = independent_text(processor, row)
-    assert [example[name] for name in ("head", "passages", "tail")] == list(parts)
+    assert [example[name] for name in ("prefix_ids", "passages", "suffix_ids")] == list(parts)
     assert tokenizer.decode(example["target"]) == row["answers"][0] + "<|im_end|>"
     back = tokenize(passage_rows(1)[0], tokenizer, asks=False)
     assert tokenizer.decode(back["target"]) == passages_text(row) + "<|im_end|>"
@@ -128,7 +131,7 @@ def test_only_answers_are_learned(base_model_dir, tokenizer):
     batch = CocomCollator(0, 4)(examples)
     loss = model(**batch).loss
     logits = model.model(
-        inputs_embeds=model.embed(*(batch[name] for name in ("input_ids", "slot_mask", "run_ids", "run_mask"))),
+        inputs_embeds=model.embed(*(batch[name] for name in ("input_ids", "slot_mask", "span_ids", "span_mask"))),
         attention_mask=batch["attention_mask"],
     ).logits[:, :-1]
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())

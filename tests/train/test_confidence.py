@@ -9,7 +9,7 @@ from conftest import chat_inputs, edit_json
 from safetensors.torch import load_file, save_file
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
-from arcaligner.train.confidence import calibrate, fit_probe, last_states, main, partly_unanswerable
+from arcaligner.train.confidence import calibrate, fit_head, last_states, main, partly_unanswerable
 from arcaligner.train.validate import read_recipe
 
 
@@ -31,7 +31,7 @@ def test_regression_separates_and_calibrates():
     states = random.normal(3.0, 2.0, (4000, 5))
     odds = 1.5 * (states[:, 2] - 3.0)
     is_answered = random.random(4000) < 1 / (1 + np.exp(-odds))
-    weight, bias = fit_probe(states[:2000], is_answered[:2000])
+    weight, bias = fit_head(states[:2000], is_answered[:2000])
     assert np.argmax(np.abs(weight)) == 2 and np.abs(np.delete(weight, 2)).max() < 0.1 * weight[2]
     logits = states @ weight + bias
     scale, offset = calibrate(is_answered, logits)

@@ -3,7 +3,7 @@
 import pytest
 from training_rows import CITIES, city_rows
 
-from arcaligner.train.distractors import NearestPassages, contains_answer, own_passages
+from arcaligner.train.distractors import NearestPassages, contains_answer, needed_and_others
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_row_keeps_its_passages(corpus, nearest):
             numbers.add(len(mixed) - 2)
             places.add(mixed.index(texts(row["passages"])[0]))
     assert numbers == {1, 2, 3, 4} and places == set(range(6))
-    assert len(nearest.mixed([corpus[0]], 1.0, seed=0, most=7)) > 2 + 4
+    assert len(nearest.mixed([corpus[0]], 1.0, seed=0, max_distractors=7)) > 2 + 4
 
 
 @pytest.mark.parametrize("share, expected", [(0.0, 0), (0.33, 133), (1.0, 400)])
@@ -82,7 +82,7 @@ def test_unneeded_passages_are_distractors(nearest):
         mixed = nearest.mixed([row], 1.0, seed)
         assert {"Text 3.", "Text 7."} < set(texts(mixed)) <= set(texts(passages)) and len(mixed) <= 6
     others = [passage for passage in passages if passage["text"][5] not in "37"]
-    assert own_passages(row) == ([passages[3], passages[7]], others)
+    assert needed_and_others(row) == ([passages[3], passages[7]], others)
 
 
 @pytest.mark.parametrize(

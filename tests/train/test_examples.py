@@ -176,13 +176,13 @@ class OneExample:
 
     reconstruction_examples = question_examples
 
-    def remembering(self):
+    def with_caches(self):
         return self
 
     def load(self):
         pass
 
-    def read(self, passages, rows):
+    def tokenize(self, passages, rows):
         pass
 
 
@@ -477,7 +477,7 @@ def test_makers_can_be_pickled(selector, tmp_path, processor):
     """Where processes are spawned rather than forked, what they need is pickled."""
     path = write_rows(tmp_path / "rows.jsonl", city_rows(CITIES))
     _, maker, order = selector(path, builder=ExampleBuilder(processor), distractors=1.0)._prepare(path, None, False)
-    sent = pickle.loads(pickle.dumps(maker)).remembering()
+    sent = pickle.loads(pickle.dumps(maker)).with_caches()
     assert sent(order)[0].to_pylist() == maker(order)[0].to_pylist()
 
 
@@ -490,7 +490,7 @@ def test_collector_rests_and_returns(selector, tmp_path, processor, monkeypatch)
         seen.append(gc.isenabled())
         raise ValueError("no passages")
 
-    monkeypatch.setattr(ExampleBuilder, "read", failing)
+    monkeypatch.setattr(ExampleBuilder, "tokenize", failing)
     with pytest.raises(ValueError, match="no passages"):
         maker(order)
     assert seen == [False] and gc.isenabled()
@@ -525,7 +525,7 @@ def test_unwritable_cache_is_named(select, tmp_path):
 class NoMaker:
     """A maker of examples that makes none."""
 
-    def remembering(self):
+    def with_caches(self):
         return self
 
 

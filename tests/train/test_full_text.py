@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from trl import SFTTrainer
 
 from arcaligner.train import full_text as script
-from arcaligner.train.full_text import ApartCollator, FullTextArguments, build_dataset, full_text, tokenize
+from arcaligner.train.full_text import FullTextArguments, IndependentCollator, build_dataset, full_text, tokenize
 from arcaligner.train.prompts import passages_text
 from arcaligner.train.recipe import parse_recipe
 from arcaligner.train.stages import RECIPES
@@ -148,7 +148,7 @@ def test_independent_passages_in_a_batch(base_model_dir, tokenizer):
     rows = question_rows(4)
     rows[0]["passages"] += rows[1]["passages"] + rows[2]["passages"]
     examples = [tokenize(row, tokenizer, is_separate=True) for row in (rows[0], rows[3])]
-    batch = ApartCollator(0)(examples)
+    batch = IndependentCollator(0)(examples)
     with torch.no_grad():
         logits = model(**{name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}).logits
         for row, example in enumerate(examples):

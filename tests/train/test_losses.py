@@ -23,7 +23,7 @@ def test_frozen_head_loss(monkeypatch, settings, bias, rows_at_a_time):
     def plain_nll(states, targets, head, config):
         return cross_entropy(postprocess_logits(head(states), config), targets, reduction="sum")
 
-    monkeypatch.setattr(modeling_arcaligner, "HEAD_ROWS", rows_at_a_time)
+    monkeypatch.setattr(modeling_arcaligner, "HEAD_POSITIONS", rows_at_a_time)
     torch.manual_seed(0)
     head = nn.Linear(6, 11, bias=bias, dtype=torch.float64).requires_grad_(False)
     hidden, targets = torch.randn(10, 6, dtype=torch.float64) * 3, torch.randint(11, (10,))
@@ -100,7 +100,7 @@ def test_spans_share_the_tokens(processor):
     title, text = "Toronto: ", "Radik Zhaparov is a Kazakh ski jumper who has competed since 2003."
     ends = [len(title) + end for end in (14, 15, 40, len(text))]  # the second run is a space, without a token
     model = processor.encoder.model.eval()
-    runs = processor.encoder.encode_runs([title + text], [len(title)], [ends])
+    runs = processor.encoder.encode_spans([title + text], [len(title)], [ends])
     encoded = model.tokenizer(title + text, return_offsets_mapping=True, return_tensors="pt")
     offsets = encoded.pop("offset_mapping")[0]
     with torch.no_grad():

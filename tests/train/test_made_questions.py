@@ -23,8 +23,8 @@ from arcaligner.train.made_questions import (
     batches_of,
     make_file,
     make_questions,
-    read_made,
-    unasked,
+    parse_question,
+    without_questions,
 )
 from arcaligner.train.prompts import full_text, question_prompt
 from arcaligner.train.recipe import parse_recipe
@@ -117,7 +117,7 @@ def test_shipped_maker_recipe():
 
 
 def test_question_is_read():
-    assert read_made("London\nWhere was she born? ", PASSAGE) == ("Where was she born?", "London")
+    assert parse_question("London\nWhere was she born? ", PASSAGE) == ("Where was she born?", "London")
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_question_is_read():
     ],
 )
 def test_reasons(text, reason):
-    assert read_made(text, PASSAGE) == reason
+    assert parse_question(text, PASSAGE) == reason
 
 
 def test_one_question_an_answer():
@@ -159,7 +159,7 @@ def test_paragraphs_with_questions_dropped():
     two = paragraph(4) | {"passages": paragraph(5)["passages"] * 2}
     with_questions = [{"passages": paragraph(8)["passages"] + paragraph(1)["passages"]}]
     repeated = paragraph(6, paragraph(2)["passages"][0]["text"])
-    rows = unasked([paragraph(1), paragraph(2), paragraph(3, " "), two, repeated], with_questions)
+    rows = without_questions([paragraph(1), paragraph(2), paragraph(3, " "), two, repeated], with_questions)
     assert rows == [paragraph(2)]
 
 

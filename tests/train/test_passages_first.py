@@ -149,7 +149,7 @@ def test_short_passages_share_rows(processor):
     is_slot = batch["passage_ids"] == processor.context_token_id
     assert (batch["context_passage_ids"] >= 0).sum() == is_slot.sum() == sum(len(row["segments"]) for row in rows)
     flat = is_slot.flatten()
-    kept = batch["kept"][0][batch["is_slot"][0]]
+    kept = batch["prefix_positions"][0][batch["is_slot"][0]]
     assert flat[kept].all() and len(kept.unique()) == len(kept)
 
 
@@ -160,7 +160,7 @@ def test_long_turns_have_their_rows(processor):
     longest = max(len(turn["input_ids"]) for row in rows for turn in row["turns"])
     assert batch["input_ids"].shape == (3, longest)
     assert batch["turn_ids"].amax(dim=1).tolist() == [0, 0, 0]
-    torch.testing.assert_close(batch["kept"][0], batch["kept"][1])
+    torch.testing.assert_close(batch["prefix_positions"][0], batch["prefix_positions"][1])
 
 
 @pytest.mark.parametrize("aligner", ["start"], indirect=True)
@@ -185,7 +185,11 @@ def test_attention_loss_is_the_share(aligner, processor):
 
 
 def test_no_choice_no_attention_loss():
-    batch = {"turn_ids": torch.tensor([[0, 0]]), "labels": torch.tensor([[-100, 3]]), "kept": torch.tensor([[0, 1]])}
+    batch = {
+        "turn_ids": torch.tensor([[0, 0]]),
+        "labels": torch.tensor([[-100, 3]]),
+        "prefix_positions": torch.tensor([[0, 1]]),
+    }
     batch |= {"is_slot": torch.tensor([[False, True]]), "holds_answer": torch.zeros(1, 1, 2, dtype=torch.bool)}
     assert attention_loss([torch.full((1, 1, 2, 4), 0.25)], batch) is None
 

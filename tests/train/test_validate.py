@@ -10,7 +10,7 @@ from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
 from arcaligner.train.examples import ExampleBuilder, open_part
 from arcaligner.train.recipe import RecipeArguments
 from arcaligner.train.sft import ContextCollator, encode_slots
-from arcaligner.train.validate import asked_rows, main, means_and_errors, read_recipe, table, target_losses
+from arcaligner.train.validate import main, means_and_errors, question_rows, read_recipe, table, target_losses
 
 
 @pytest.fixture
@@ -19,9 +19,9 @@ def recipe(recipe_file) -> RecipeArguments:
 
 
 def test_questions_are_held_out(recipe):
-    rows = asked_rows(recipe, 40)
+    rows = question_rows(recipe, 40)
     trained = {row["passages"][0]["title"] for row in open_part(recipe, *recipe.train_files, held_out=False)}
-    assert 20 <= len(rows) <= 40 and rows == asked_rows(recipe, 40)
+    assert 20 <= len(rows) <= 40 and rows == question_rows(recipe, 40)
     assert not trained & {row["passages"][0]["title"] for row in rows}
 
 

@@ -262,7 +262,7 @@ class Passages:
 
     def __init__(self, max_bytes: int, heads: slice):
         self.max_bytes, self.heads, self.bytes = max_bytes, heads, 0
-        self._kept: OrderedDict[str, tuple[tuple[int, int], torch.Tensor]] = OrderedDict()  # longest unused first
+        self._entries: OrderedDict[str, tuple[tuple[int, int], torch.Tensor]] = OrderedDict()  # longest unused first
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="arcaligner-passages")
 
     def read(self, keys: Iterable[str]) -> dict[str, torch.Tensor | ValueError]:
@@ -275,9 +275,9 @@ class Passages:
             except ValueError as error:
                 passages[key] = error
                 continue
-            if key in self._kept and self._kept[key][0] == stamp:
-                self._kept.move_to_end(key)
-                passages[key] = self._kept[key][1]
+            if key in self._entries and self._entries[key][0] == stamp:
+                self._entries.move_to_end(key)
+                passages[key] = self._entries[key][1]
             else:
                 new[key] = header, stamp
         # The readers wait for the disk and compute digests. They call no operation of PyTorch that computes, because it
@@ -287,7 +287,7 @@ class Passages:
             passages[key] = values
             if isinstance(values, torch.Tensor):
                 passages[key] = self._arranged(values, header)
-                self._keep(key, stamp, passages[key])
+                self._store(key, stamp, passages[key])
         return passages
 
     def _arranged(self, values: torch.Tensor, header: Header) -> torch.Tensor:
@@ -297,14 +297,14 @@ class Passages:
             values = values[..., :-4].float() * values[..., -4:].contiguous().view(torch.float32)
         return values.transpose(2, 3).contiguous()
 
-    def _keep(self, key: str, stamp: tuple[int, int], values: torch.Tensor) -> None:
-        if key in self._kept:  # the file was replaced
-            self.bytes -= self._kept.pop(key)[1].nbytes
+    def _store(self, key: str, stamp: tuple[int, int], values: torch.Tensor) -> None:
+        if key in self._entries:  # the file was replaced
+            self.bytes -= self._entries.pop(key)[1].nbytes
         if values.nbytes > self.max_bytes:
             return
         while self.bytes + values.nbytes > self.max_bytes:
-            self.bytes -= self._kept.popitem(last=False)[1][1].nbytes
-        self._kept[key] = stamp, values
+            self.bytes -= self._entries.popitem(last=False)[1][1].nbytes
+        self._entries[key] = stamp, values
         self.bytes += values.nbytes
 
 
@@ -369,7 +369,7 @@ def inverse_frequencies(config: Any) -> torch.Tensor:
     return rope["rope_theta"] ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
 
 
-def turns(positions: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def key_rotation(positions: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Factors that move the key of each slot by its number of `positions`: cosines, by which the key is multiplied, and
     signed sines, by which the key with its halves swapped is multiplied; both (num_slots, 1, head_dim)."""
     angles = positions.double()[:, None] * frequencies
@@ -377,8 +377,8 @@ def turns(positions: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Ten
     return torch.cat([cos, cos], dim=-1)[:, None], torch.cat([-sin, sin], dim=-1)[:, None]
 
 
-def rotated(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Keys (num_slots, heads, head_dim) moved to later positions, with the factors of [`turns`]."""
+def rotate_keys(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Keys (num_slots, heads, head_dim) moved to later positions, with the factors of [`key_rotation`]."""
     keys = keys.float()
     return (keys * cos).addcmul_(keys.roll(keys.shape[-1] // 2, dims=-1), sin)
 
@@ -441,7 +441,7 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
             self._base_model = {"weights": base_model_digest(folder_of(model.model, model.revision)), "rope": rope}
         self._refused: dict[str, str] = {}
         self._moves: dict[str, list[int]] = {}
-        self._wanted: dict[str, tuple[list[list], list[int], int]] = {}
+        self._pending: dict[str, tuple[list[list], list[int], int]] = {}
         self._broken: set[int] = set()
         self._failed: set[str] = set()
         self._passage_bytes = self._kv_transfer_config.get_from_extra_config("passage_bytes", PASSAGE_BYTES)
@@ -524,7 +524,7 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
         elif num_external_tokens > 0:
             slots = request.kv_transfer_params["slots"]
             start = sum(count for _, count in slots) - num_external_tokens
-            self._wanted[request.request_id] = slots, self._moves[request.request_id], start
+            self._pending[request.request_id] = slots, self._moves[request.request_id], start
 
     def build_connector_meta(self, scheduler_output) -> SlotsMetadata:
         meta = SlotsMetadata(refused=self._failed)
@@ -536,9 +536,9 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
             if name in cached.resumed_req_ids
         ]
         for name, block_ids in new:
-            if name in self._wanted:
-                meta.loads.append(Load(*self._wanted.pop(name), list(block_ids[0])))
-        assert not self._wanted, self._wanted
+            if name in self._pending:
+                meta.loads.append(Load(*self._pending.pop(name), list(block_ids[0])))
+        assert not self._pending, self._pending
         self._failed = set()
         return meta
 
@@ -572,26 +572,29 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
     def _write(self, loads: list[Load], passages: dict[str, torch.Tensor], layers: dict[str, Any]) -> None:
         """Write the keys and values of all requests to their blocks, in this worker's layers, in a few large operations
         instead of many small ones."""
-        parts, shifts, places = [], [], []
+        file_tensors, shifts, cells_of_loads = [], [], []
         for load in loads:
             lengths = torch.tensor([count for _, count in load.slots])
-            parts += self._rows_of(load, passages)
-            at = torch.arange(load.start, int(lengths.sum()))
+            file_tensors += self._tensors_of(load, passages)
+            positions = torch.arange(load.start, int(lengths.sum()))
             shifts.append(torch.tensor(load.moves).repeat_interleave(lengths)[load.start :])
-            places.append(torch.tensor(load.blocks)[at // self._block_size] * self._block_size + at % self._block_size)
-        shift, place = torch.cat(shifts), torch.cat(places)  # (slots of all requests,)
-        moved = turns(shift, self._frequencies) if shift.any() else None
+            cells_of_loads.append(
+                torch.tensor(load.blocks)[positions // self._block_size] * self._block_size
+                + positions % self._block_size
+            )
+        shift, cells = torch.cat(shifts), torch.cat(cells_of_loads)  # (slots of all requests,)
+        moved = key_rotation(shift, self._frequencies) if shift.any() else None
         for name, layer in layers.items():
             cache = getattr(layer, "kv_cache", None)
             if cache is None:
                 continue
             first = 2 * int(re.search(r"\.layers\.(\d+)\.", name)[1])
-            keys, values = (torch.cat([rows[row] for rows in parts]) for row in (first, first + 1))
+            keys, values = (torch.cat([tensors[index] for tensors in file_tensors]) for index in (first, first + 1))
             if moved is not None:
-                keys = rotated(keys, *moved)
+                keys = rotate_keys(keys, *moved)
             # (slots, heads of this worker, head_dim)
             keys, values = keys.to(cache.device, self._dtype), values.to(cache.device, self._dtype)
-            layer.impl.do_kv_cache_update(layer, keys, values, cache, place.to(cache.device))
+            layer.impl.do_kv_cache_update(layer, keys, values, cache, cells.to(cache.device))
 
     @cached_property
     def _passages(self) -> Passages:
@@ -600,14 +603,14 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
         first = rank * self._heads // world  # if there are more workers than heads, several have the same head
         return Passages(self._passage_bytes, slice(first, first + max(1, self._heads // world)))
 
-    def _rows_of(self, load: Load, passages: dict[str, torch.Tensor]) -> list[Sequence[torch.Tensor]]:
+    def _tensors_of(self, load: Load, passages: dict[str, torch.Tensor]) -> list[Sequence[torch.Tensor]]:
         """Tensors to write for each file: of each layer keys, then values, (slots, heads of this worker, head_dim)."""
-        rows, start = [], load.start
+        tensors, start = [], load.start
         for key, count in load.slots:
             if start < count:
-                rows.append(passages[key][:, :, start:count].flatten(0, 1).unbind())
+                tensors.append(passages[key][:, :, start:count].flatten(0, 1).unbind())
             start = max(0, start - count)
-        return rows
+        return tensors
 
     @cached_property
     def _frequencies(self) -> torch.Tensor:
@@ -634,7 +637,7 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
 # Checks of requests, and copy-biased decoding
 
 
-def copied_next(texts: Sequence[Sequence], written: Sequence[int], end_ids: Sequence[int]) -> list[int]:
+def copied_next(texts: Sequence[Sequence], answer_ids: Sequence[int], end_ids: Sequence[int]) -> list[int]:
     """Ids that may follow an answer that was copied from `texts`: those that continue the copy and, at the end of a
     word, those that end the answer.
 
@@ -642,12 +645,12 @@ def copied_next(texts: Sequence[Sequence], written: Sequence[int], end_ids: Sequ
     words. Each word is `[word_ids, word_ends, after]`: its ids if no space is before it, whether a word ends with each
     of them, and the index in `ids` at which the text continues after the word, as in `CopiedText`.
     """
-    following, length = set(), len(written)
+    following, length = set(), len(answer_ids)
     for ids, ends, words in texts:
         for word_ids, word_ends, after in words:
             chain = word_ids[: length + 1]
             chain = chain + ids[after : after + length + 1 - len(chain)]
-            if chain[:length] != written:
+            if chain[:length] != answer_ids:
                 continue
             following.update(chain[length:])
             is_in_word = length <= len(word_ids)

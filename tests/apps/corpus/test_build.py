@@ -374,8 +374,8 @@ def test_corpus_of_another_encoder(corpus, processor, monkeypatch):
     """A corpus of another encoder is refused; one of the same encoder under another name is not."""
     monkeypatch.setattr(processor, "encoder_name_or_path", "another/name")
     corpus.check(processor)
-    encode = processor.encoder.encode_runs
-    monkeypatch.setattr(processor.encoder, "encode_runs", lambda *texts: encode(*texts).roll(1, dims=1))
+    encode = processor.encoder.encode_spans
+    monkeypatch.setattr(processor.encoder, "encode_spans", lambda *texts: encode(*texts).roll(1, dims=1))
     with pytest.raises(ValueError, match="and this checkpoint has 'another/name'.*build another corpus"):
         corpus.check(processor)
     monkeypatch.setattr(processor, "encoder_name_or_path", corpus.settings["encoder"])
@@ -388,13 +388,13 @@ def test_further_trained_encoder_warns(corpus, processor, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         corpus.check(processor)
-    encode = processor.encoder.encode_runs
+    encode = processor.encoder.encode_spans
 
     def moved(*texts):
         vectors = encode(*texts)
         return torch.nn.functional.normalize(vectors + 0.03 * vectors.roll(1, dims=1), dim=-1)
 
-    monkeypatch.setattr(processor.encoder, "encode_runs", moved)
+    monkeypatch.setattr(processor.encoder, "encode_spans", moved)
     with pytest.warns(UserWarning, match="earlier weights of this checkpoint's encoder.* build the corpus again"):
         corpus.check(processor)
 

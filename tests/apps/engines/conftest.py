@@ -12,7 +12,7 @@ from transformers import LogitsProcessorList
 
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerProcessor
 from arcaligner.answering_arcaligner import PassageCopyLogitsProcessor
-from arcaligner.apps.server.vllm_engine import IN_VLLM, copying, find_vllm, slots_request
+from arcaligner.apps.server.vllm_engine import IN_VLLM, copy_field, find_vllm, slots_request
 from arcaligner.common.files import DEFAULT_CHECKPOINT, SQUAD_SAMPLE, read_json_lines
 from arcaligner.configuration_arcaligner import DEFAULT_BASE_MODEL
 from arcaligner.loading_arcaligner import models_directory
@@ -71,7 +71,7 @@ class Reference:
         request = slots_request(files) | {"max_tokens": options["max_new_tokens"], "stop_token_ids": ends}
         request["sampling"] = {} if ends else {"ignore_eos": True}
         if bonus:
-            request["kv_transfer_params"]["copy"] = copying(self.processor, passages, bonus, [self.end])
+            request["kv_transfer_params"]["copy"] = copy_field(self.processor, passages, bonus, [self.end])
         return request, output.sequences[0, length:].tolist(), first
 
 

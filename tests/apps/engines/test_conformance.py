@@ -101,7 +101,7 @@ def answers_of_llama_cpp(reference, expected, folder, run_vllm) -> Iterator[list
     for number in range(QUESTIONS):
         question, passages, rate = reference.draw(number)
         engine.config.passage_alignment = reference.alignment(number)
-        first = likeliest(torch.from_numpy(engine.read(question, passages, tokens_per_slot=rate)))
+        first = likeliest(torch.from_numpy(engine.prefill(question, passages, tokens_per_slot=rate)))
         answers.append(Answer(engine.answer(question, passages, NEW_TOKENS, tokens_per_slot=rate), first))
     yield answers
 

@@ -91,11 +91,11 @@ def test_llama_cpp_equals_pytorch(backbone, kind, tmp_path):
         expected = aligner(input_ids=ids, **settings).logits[0, -1].numpy()
         slots = aligner.model.project(embeds)[0].numpy()
     session = llama_cpp.Session(tmp_path / "base.gguf", tmp_path / "adapter.gguf", 64, "f32")
-    session.read(before, has_logits=False)
+    session.prefill(before, has_logits=False)
     passages = [slots] if kind == "joint" else [slots[:4], slots[4:]]
-    session.read_single_passages(passages, aligner.config.passage_alignment)
+    session.prefill_single_passages(passages, aligner.config.passage_alignment)
     session.restore(session.state())
-    session.read(after)
+    session.prefill(after)
     np.testing.assert_allclose(session.logits, expected, **CLOSE)
 
 
@@ -115,7 +115,7 @@ def test_engine_equals_pytorch(kind, bonus, make_engine, checkpoints):
     engine = make_engine(kind)
     engine.processor.copy_bonus = bonus
     for _ in range(2):  # the second time from the cache
-        np.testing.assert_allclose(engine.read(QUESTION, DOCUMENTS), logits, **CLOSE)
+        np.testing.assert_allclose(engine.prefill(QUESTION, DOCUMENTS), logits, **CLOSE)
         # Independent passages share positions, and yet each slot takes a cell of the context.
         assert engine.session.used == length
         pieces = list(engine.stream(QUESTION, DOCUMENTS, max_new_tokens=len(answer)))
@@ -123,24 +123,24 @@ def test_engine_equals_pytorch(kind, bonus, make_engine, checkpoints):
         assert "".join(pieces) == processor.decode(answer, skip_special_tokens=True).rstrip("\ufffd")
         assert len(pieces) > 1
     with pytest.raises(ValueError, match="257 positions, but the engine's context has 256"):
-        engine.read(QUESTION, DOCUMENTS, max_new_tokens=257 - length)
+        engine.prefill(QUESTION, DOCUMENTS, max_new_tokens=257 - length)
 
 
 @needs_llama_cpp
 def test_known_passages_are_cached(make_engine, monkeypatch):
     """Passages of an earlier question are not computed again unless their slots differ."""
-    monkeypatch.setattr(llama_cpp, "KEPT_STATES", 2)
+    monkeypatch.setattr(llama_cpp, "MAX_STATES", 2)
     engine, fresh = make_engine(), make_engine()
-    engine.read(QUESTION, DOCUMENTS)
+    engine.prefill(QUESTION, DOCUMENTS)
     monkeypatch.setattr(engine.processor, "encode_documents", encode := Mock(wraps=engine.processor.encode_documents))
-    expected = fresh.read("When?", DOCUMENTS).copy()
-    np.testing.assert_allclose(engine.read("When?", DOCUMENTS), expected, **CLOSE)
+    expected = fresh.prefill("When?", DOCUMENTS).copy()
+    np.testing.assert_allclose(engine.prefill("When?", DOCUMENTS), expected, **CLOSE)
     assert not encode.called
-    engine.read("When?", DOCUMENTS, max_slots=2)
-    engine.read("When?", DOCUMENTS[:1])
-    engine.read("When?", DOCUMENTS)  # of three sets of passages, these were used least recently
+    engine.prefill("When?", DOCUMENTS, max_slots=2)
+    engine.prefill("When?", DOCUMENTS[:1])
+    engine.prefill("When?", DOCUMENTS)  # of three sets of passages, these were used least recently
     engine.processor.tokens_per_slot = 2
-    assert not np.allclose(engine.read("When?", DOCUMENTS), expected, **CLOSE) and encode.call_count == 4
+    assert not np.allclose(engine.prefill("When?", DOCUMENTS), expected, **CLOSE) and encode.call_count == 4
 
 
 @needs_llama_cpp
@@ -149,7 +149,7 @@ def test_interrupted_answer_raises(make_engine):
     engine = make_engine()
     pieces = engine.stream(QUESTION, DOCUMENTS, max_new_tokens=8)
     next(pieces)
-    engine.read("When?", DOCUMENTS)
+    engine.prefill("When?", DOCUMENTS)
     with pytest.raises(RuntimeError, match="A new question was started before this answer ended"):
         list(pieces)
 

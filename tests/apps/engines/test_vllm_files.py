@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from arcaligner import ArcAlignerForCausalLM
 from arcaligner.answering_arcaligner import copied_next, copied_texts
-from arcaligner.apps.server.vllm_engine import copying, slots_request
+from arcaligner.apps.server.vllm_engine import copy_field, slots_request
 from arcaligner.kv_cache_arcaligner import base_model_fingerprint, from_int8
 
 slots = load_slots_module()
@@ -109,7 +109,7 @@ def test_prefix_files_keep_order(cache, files, aligner):
     for number, layer in enumerate(inputs["past_key_values"].layers):
         assert torch.equal(torch.cat(parts, dim=3)[number, 1], layer.values[0])
     length = inputs["input_ids"].shape[1]
-    assert len(files.head) + sum(files.num_slots[1:]) + len(files.tail) == length
+    assert len(files.prefix_ids) + sum(files.num_slots[1:]) + len(files.suffix_ids) == length
     cut = cache.prefix_files(QUESTION, DOCUMENTS, max_slots=files.num_slots[1] + 1)[0]
     assert cut.num_slots == [*files.num_slots[:2], 1] and cut.num_cached == 3
 
@@ -442,7 +442,7 @@ def load(worker, model, *loads, heads=None, dtype=torch.float32):
 @torch.no_grad()
 def test_base_model_continues_from_files(start, connect, cache, files, base_model_dir, aligner):
     """With consecutive positions, as in vLLM, the logits of the base model after the files are those of the aligner."""
-    expected = cache.read_question(cache.prepare(QUESTION, documents=DOCUMENTS)).logits[0, -1]
+    expected = cache.prefill_suffix(cache.prepare(QUESTION, documents=DOCUMENTS)).logits[0, -1]
     total, blocks = sum(files.num_slots), random.Random(1).sample(range(40), -(-sum(files.num_slots) // BLOCK))
     body = slots_request(files)["kv_transfer_params"]["slots"]
     pages = load(connect(Role.WORKER), aligner[0], load_of(body, start, blocks))
@@ -455,8 +455,10 @@ def test_base_model_continues_from_files(start, connect, cache, files, base_mode
     for number, row in enumerate(rows):
         keys, values = row.permute(1, 2, 0, 3)[:, None]
         past.update(keys, values, number)
-    positions = torch.arange(total, total + len(files.tail))[None]
-    logits = base(input_ids=torch.tensor([files.tail]), past_key_values=past, position_ids=positions).logits[0, -1]
+    positions = torch.arange(total, total + len(files.suffix_ids))[None]
+    logits = base(input_ids=torch.tensor([files.suffix_ids]), past_key_values=past, position_ids=positions).logits[
+        0, -1
+    ]
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
 
 
@@ -514,7 +516,7 @@ def test_copying_equals_pytorch(processor):
     documents, draws = [ADA, RADIK, "No. 7 is long-lived."], random.Random(0)
     texts = copied_texts(processor.tokenizer, documents, "not in the text")
     packed = json.loads(
-        json.dumps(copying(processor_with(processor, no_answer="not in the text"), documents, 8.0, [2]))
+        json.dumps(copy_field(processor_with(processor, no_answer="not in the text"), documents, 8.0, [2]))
     )
     assert packed["bonus"] == 8.0 and packed["end_ids"] == [2]
     ended = 0

@@ -186,8 +186,8 @@ def test_prompt_pieces_equal_whole(engine_of, independent, monkeypatch):
     texts = ["Who wrote it? " * 20, "Who?"]
     requests = [(documents, [{"role": "user", "content": text}]) for documents in (PASSAGES, None) for text in texts]
     whole = answers(engine_of(None, independent), *(request_of(*request, max_new_tokens=8) for request in requests))
-    monkeypatch.setattr(kv_cache_arcaligner, "PIECE_POSITIONS", 10)
-    monkeypatch.setattr(kv_cache_arcaligner, "PIECE_SECONDS", 0)  # after a few, each piece is one position
+    monkeypatch.setattr(kv_cache_arcaligner, "CHUNK_POSITIONS", 10)
+    monkeypatch.setattr(kv_cache_arcaligner, "CHUNK_SECONDS", 0)  # after a few, each piece is one position
     engine, forward, calls = (
         engine_of(None, independent, batch_seconds=30.0, max_batch=4),
         independent.model.model.forward,
@@ -204,7 +204,7 @@ def test_prompt_pieces_equal_whole(engine_of, independent, monkeypatch):
 def test_abandoned_prompt_ends(engine_of, independent, monkeypatch, documents):
     """A cancelled request ends at the next piece of its prompt; the other one of its batch gets its usual answer."""
     alone = answer(engine_of(None, independent), documents, max_new_tokens=8)
-    monkeypatch.setattr(kv_cache_arcaligner, "PIECE_POSITIONS", 10)
+    monkeypatch.setattr(kv_cache_arcaligner, "CHUNK_POSITIONS", 10)
     left = request_of(documents, [{"role": "user", "content": "Who wrote it? " * 20}])
     forward, pieces = independent.model.model.forward, []
 
@@ -226,7 +226,7 @@ def test_abandoned_passages_end(engine_of, independent, monkeypatch):
     """The passages of a cancelled request are encoded and prefilled only up to the next call of encoder or model."""
     engine = engine_of(None, independent)
     engine.warm_up()
-    for owner, name in ((SentenceEncoder, "encode_runs"), (independent.model.model, "forward")):
+    for owner, name in ((SentenceEncoder, "encode_spans"), (independent.model.model, "forward")):
         left, calls, compute = request_of(PASSAGES), [], getattr(owner, name)
 
         def leave(*args, left=left, calls=calls, compute=compute, **kwargs):

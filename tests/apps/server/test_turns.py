@@ -83,7 +83,7 @@ def test_short_question_behind_long_answer(independent, engine_of):
 def test_short_question_behind_many_passages(independent, engine_of, monkeypatch, module):
     """A short question is answered while many passages are encoded, compared or prefilled."""
     monkeypatch.setattr(encoder_arcaligner, "CPU_TOKENS", 1)  # each text is a call
-    monkeypatch.setattr(kv_cache_arcaligner, "PIECE_SECONDS", 0.0)  # and soon a piece
+    monkeypatch.setattr(kv_cache_arcaligner, "CHUNK_SECONDS", 0.0)  # and soon a piece
     monkeypatch.setattr(kv_cache_arcaligner, "SLOTS_PER_BATCH", 1)
     monkeypatch.setattr(kv_cache_arcaligner, "SLOTS_PER_ROW", 1)
     processor = independent.processor
@@ -247,7 +247,7 @@ def test_same_passages_in_two_threads(independent, engine_of, monkeypatch):
     monkeypatch.setattr(independent.model.model, "forward", counted)
     first = engine.submit(request_of(PASSAGES)).result()
     assert second.future.result().text == first.text
-    assert engine.store.misses == len(engine.store._kept) - 1 <= len(PASSAGES)
+    assert engine.store.misses == len(engine.store._entries) - 1 <= len(PASSAGES)
 
 
 def test_rows_have_a_limit(independent, engine_of):
