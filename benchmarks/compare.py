@@ -204,9 +204,11 @@ def run_compare(
     about = f"{counted(len(rows), 'question')}, {known} with answers. {machine_line(describe_machine(device))}. "
     about += f"Base model {aligner.config.base_model_name_or_path}."
     remarks = [REMARKS]
-    if any(answerer.selects(len(row["passages"]), max_passages) for row in rows):
+    if any(answerer.selects(len(row["passages"]), max_passages, weights=False) for row in rows):
         used = "as many passages as the question needs" if max_passages is None else f"at most {max_passages}"
         remarks += [f"Only the slots of the top-ranked passages are used, {used}; the time includes the scoring."]
+    if max_passages is not None and max_passages > 1 and answerer.can_weight:
+        remarks.append("Several passages are weighted by their scores; the time includes the scoring.")
     lines = [*markdown_table(COLUMNS, cells), "", " ".join(remarks), "", about]
     write_atomically(output / "comparison.md", "\n".join(["# Text and slots", "", *lines, ""]))
     answers = [

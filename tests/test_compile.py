@@ -99,3 +99,14 @@ def test_compiled_copies_and_models(traced):
     model_copy.load_state_dict(other.state_dict())
     assert_same(model_copy(**batch), other(**batch), **EXACT)
     assert_same(torch.compile(other, backend="eager")(**batch), other(**batch), **EXACT)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("gate_mode", ["off", "adaptive"])
+def test_compiled_model_moves_passages(gate_mode):
+    """A whole model with independent passages of different lengths may be compiled."""
+    settings = {"passage_attention": "separate", "passage_alignment": "end", "gate_mode": gate_mode}
+    model = tiny_aligner("llama", **settings)
+    batch = batch_of(model, [6]) | {"context_passage_ids": torch.tensor([[0, 0, 0, 1, 2, 2]])}
+    batch.pop("position_ids", None)
+    assert_same(torch.compile(model, backend="eager")(**batch), model(**batch), rtol=1e-5, atol=1e-5)

@@ -190,13 +190,16 @@ def test_pair_is_selected(answerer):
 
 
 def test_pair_comes_first(answerer):
-    """With a `max_passages` of several, the pair is among them, and attention to the others has a bias."""
+    """With a `max_passages` of several, the pair is among them, and attention to the others has a bias. The pair alone,
+    and copies of one passage, have none."""
     head, passages = answerer.model.multihop_head, [ROME, CURTIZ, "Nobody read it.", FILM]
     head.pair.copy_(torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 1.0]))
-    for most, expected in ((2, [0.0] * 4), (4, [-1.0, 0.0, -1.0, 0.0])):
+    for most, expected in ((2, None), (4, [-1.0, 0.0, -1.0, 0.0])):
         (selection,) = answerer.select([ASKED], [passages], most)
         assert {1, 3} <= set(selection.numbers) and len(selection.numbers) == most
         assert selection.prior == expected
+    (selection,) = answerer.select([ASKED], [[ROME] * 3], 3)
+    assert selection.numbers == [0, 1, 2] and selection.prior is None
 
 
 def test_questions_get_different_numbers(answerer):

@@ -134,6 +134,25 @@ def test_passages_are_moved_in_the_cache(independent_processor, model):
     torch.testing.assert_close(rest, whole, **EXACT)
 
 
+@pytest.mark.parametrize("model", ["end"], indirect=True)
+def test_moved_passages_record_states(independent_processor, model):
+    """Hidden states are those of the layers: the last one gives the logits."""
+    inputs = chat_inputs(independent_processor, "Who wrote it?", PASSAGES)
+    output = model(**inputs, output_hidden_states=True)
+    assert len(output.hidden_states) == model.config.text_config.num_hidden_layers + 1
+    torch.testing.assert_close(model.lm_head(output.hidden_states[-1]), output.logits, **EXACT)
+    assert torch.equal(output.logits, model(**inputs).logits)
+
+
+def test_other_alignment_is_warned_about(tmp_path, caplog):
+    model = tiny_aligner("llama", passage_attention="separate", passage_alignment="end", training_stage="grounding")
+    model.config.save_pretrained(tmp_path)
+    ArcAlignerConfig.from_pretrained(tmp_path)
+    assert "is loaded with" not in caplog.text
+    ArcAlignerConfig.from_pretrained(tmp_path, passage_alignment="start")
+    assert "was saved with `passage_alignment` 'end' and is loaded with 'start'" in caplog.text
+
+
 def test_alignments_differ(independent_processor, model, monkeypatch):
     """Passages of different lengths give other logits with the other alignment; a single passage does not."""
     for documents, is_same in ((PASSAGES, False), (PASSAGES[:1], True)):
@@ -388,7 +407,7 @@ def test_joint_checkpoint_run_separately(processor, tmp_path, caplog):
     for _ in range(2):
         assert config.from_pretrained(tmp_path, passage_attention="separate").passage_attention == "separate"
     (message,) = caplog.messages
-    assert "was trained with `passage_attention` 'joint' and is loaded with 'separate'" in message
+    assert "was saved with `passage_attention` 'joint' and is loaded with 'separate'" in message
     assert config.from_pretrained(tmp_path).passage_attention == "joint"  # the file says how it was trained
 
 

@@ -447,6 +447,12 @@ class Engine:
         for request, (numbers, scores, question, prior) in zip(group, selected, strict=True):
             request.scored_question, request.prior = question, prior
             request.num_cached = sum(scores[number].is_cached for number in numbers)
+            if not numbers:  # no passage has a text: one slot, of the empty text
+                request.scored_question = None
+                documents = [document | {"used": False} for document in request.passages.documents]
+                encoded = self.processor.encode_documents([], tokens_per_slot=request.tokens_per_slot)
+                request.passages = SlotPassages(documents, encoded, request.passages.seconds)
+                continue
             if request.passages.encoded is None:
                 request.passages.encoded = self._encoded(request, numbers, group_turn)
                 request.passages.seconds["slots"] += encoding

@@ -287,9 +287,11 @@ class Answerer:
                 numbers = pair if limit is None else with_pair(scores, pair, limit)
             prior = None
             if weights and self.can_weight and limit is not None and len(numbers) > 1:
-                biases = prior_of_pair(pair, numbers) if pair else prior_of_scores(scores, numbers)
+                # A pair is one passage if all texts are equal.
+                biases = prior_of_pair(pair, numbers) if len(pair) > 1 else prior_of_scores(scores, numbers)
                 by_number = dict(zip(numbers, biases, strict=True))
-                prior = [by_number.get(number, 0.0) for number in range(num_passages)]
+                # Without any bias, the attention needs no mask of its own.
+                prior = [by_number.get(number, 0.0) for number in range(num_passages)] if any(biases) else None
             used = batch._replace(questions=[question.only(numbers)])
             selections[index] = Selection(numbers, scores, used, prior)
         return selections

@@ -28,6 +28,7 @@ DEFAULT_ENCODER = "sentence-transformers/all-MiniLM-L6-v2"
 GATE_MODES = ("adaptive", "off", "always")
 
 PASSAGE_ATTENTIONS = ("joint", "separate")
+PASSAGE_ALIGNMENTS = ("start", "end")
 
 # How slots are refined: keyword arguments of `generate` and `forward`.
 REFINEMENT_SETTINGS = ("gate_mode", "gate_threshold", "max_refinement_steps", "refinement_budget")
@@ -371,7 +372,7 @@ class ArcAlignerConfig(PreTrainedConfig):
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
         """Read a checkpoint's `config.json`. The one of a plain base model becomes the `text_config`. Warn if the
-        argument `passage_attention` differs from the one that the aligner was trained with."""
+        argument `passage_attention` or `passage_alignment` differs from the saved one."""
         try:
             config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
             config_dict.items()
@@ -381,12 +382,14 @@ class ArcAlignerConfig(PreTrainedConfig):
                 "object. Download the checkpoint again."
             ) from error
         model_type = config_dict.get("model_type")
-        trained, wanted = config_dict.get("passage_attention", "joint"), kwargs.get("passage_attention")
-        if config_dict.get("training_stage") and wanted in PASSAGE_ATTENTIONS and wanted != trained:
-            logger.warning_once(
-                f"{pretrained_model_name_or_path} was trained with `passage_attention` {trained!r} and is loaded with "
-                f"{wanted!r}. Expect worse answers from several passages until it is trained with {wanted!r}."
-            )
+        settings = (("passage_attention", PASSAGE_ATTENTIONS), ("passage_alignment", PASSAGE_ALIGNMENTS))
+        for name, (default, *others) in settings:
+            saved, wanted = config_dict.get(name, default), kwargs.get(name)
+            if config_dict.get("training_stage") and wanted in (default, *others) and wanted != saved:
+                logger.warning_once(
+                    f"{pretrained_model_name_or_path} was saved with `{name}` {saved!r} and is loaded with {wanted!r}. "
+                    f"Expect worse answers from several passages until it is trained with {wanted!r}."
+                )
         # The name of a base model loads an untrained aligner around it, with which training starts.
         if model_type is not None and model_type != cls.model_type:
             config_dict = {

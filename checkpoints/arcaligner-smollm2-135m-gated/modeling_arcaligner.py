@@ -544,7 +544,7 @@ except ImportError:  # then attentions of refinement passes are recorded as well
 
 def is_recording_outputs() -> bool:
     """Whether this forward records attentions or router logits."""
-    return bool(_active_collector.get())
+    return bool((_active_collector.get() or {}).keys() - {"hidden_states"})
 
 
 class not_recording_outputs:  # noqa: N801 - a context manager, used like a function
@@ -670,7 +670,9 @@ class SlotDecoderLayer(InPlaceMixin):
                 "record both. Pass one passage, or compute the passages with a `PassageCache` first."
             )
         with lora_on(self._lora_positions(slots.flat_index())):
-            output = super().forward(hidden_states, **(kwargs if cache is None else {**kwargs, CACHE: cache}))
+            # The explicit form of `super` can be compiled twice in a method.
+            run_layer = super(SlotDecoderLayer, self).forward  # noqa: UP008
+            output = run_layer(hidden_states, **(kwargs if cache is None else {**kwargs, CACHE: cache}))
         positions, cells = slots.layout.later_text, slots.layout.later_cells
         if cache is None or positions.shape[1] == 0:
             return output
@@ -678,7 +680,7 @@ class SlotDecoderLayer(InPlaceMixin):
         text_kwargs = {**kwargs, **inputs, CACHE: CompleteKeysValues(cache.keys, cache.values)}
         with lora_on(ALL_POSITIONS if self.has_lora_on_text else None), not_recording_outputs():
             # (batch, max_later, hidden)
-            text = super().forward(take_positions(hidden_states, positions), **text_kwargs)
+            text = run_layer(take_positions(hidden_states, positions), **text_kwargs)
         return torch.where(cells[:, :, None] >= 0, take_positions(text, cells), output)
 
     def _lora_positions(self, positions: PositionIndex | None) -> PositionIndex | None:

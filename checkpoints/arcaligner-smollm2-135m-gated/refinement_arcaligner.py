@@ -247,8 +247,9 @@ class MovedKeysValues:
             self.keys, self.values = moved, values
             return keys, values
         self.keys, self.values = self._cache.update(moved, values, *args, **kwargs)
-        # A static cache returns unused positions, too.
-        return torch.cat([keys, self.keys[:, :, keys.shape[2] :]], dim=2), self.values
+        if self.keys.shape[2] > keys.shape[2]:  # a static cache returns unused positions, too
+            keys = torch.cat([keys, self.keys[:, :, keys.shape[2] :]], dim=2)
+        return keys, self.values
 
 
 class CompleteKeysValues:

@@ -359,6 +359,15 @@ def test_batch_that_begins_again_waits_once(independent, engine_of):
     assert not engine._reserved_bytes
 
 
+@pytest.mark.parametrize("max_passages", [None, 1, 2, 5])
+def test_passages_without_text(independent, engine_of, max_passages):
+    """Documents without any text are answered from the slot for no passages, as in the pipeline."""
+    request = request_of(["", " "], max_passages=max_passages)
+    text = engine_of(independent).submit(request).result(60).text
+    (record,) = independent(CHAT, documents=["", " "], max_new_tokens=4, return_full_text=False)
+    assert record["generated_text"] == text
+
+
 def test_weighted_rows_join_others(independent, engine_of):
     """Requests with several passages, weighted by their scores, get the pipeline's answers in a batch with others."""
     engine = engine_of(independent)
