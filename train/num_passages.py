@@ -113,7 +113,7 @@ def table(rows: Sequence[Row], scores: np.ndarray) -> str:
 def main(
     recipe: Annotated[Path, typer.Option(help="Recipe file of a stage, for its data and held-out articles.")],
     aligner: Annotated[Path, typer.Option(help="Folder of the aligner, with a fitted answerability head.")],
-    rates: Annotated[str, typer.Option(help="Numbers of tokens per slot, or segment, with commas.")] = "2",
+    rates: Annotated[str, typer.Option(help="Tokens per slot, numbers or segment, separated by commas.")] = "2",
     number: Annotated[int, typer.Option("-n", help="Number of questions.")] = 150,
     data_dir: Annotated[str | None, typer.Option(help="Folder of the data. Default: the recipe's.")] = None,
 ) -> None:

@@ -37,8 +37,8 @@ STAGE_FILES = "[1-3]_*.yaml"
 _OF_ALL_STAGES = {
     "--config": "Copy the recipe's folder, change the copy, and pass it as `--recipe`",
     "--output_dir": "Pass a folder for all stages as `--output`",
-    "--model_name_or_path": "Each stage starts from the one before; to start one from another model, choose it with "
-    "`--stage`",
+    "--model_name_or_path": "Each stage starts from the result of the one before; to start a stage from another model, "
+    "run only that stage, with `--stage NUMBER`",
 }
 
 

@@ -204,7 +204,7 @@ def main(
     last: Annotated[
         int, typer.Option(help="Number of last checkpoints of each run to average; 0 uses the final weights.")
     ] = 0,
-    rates: Annotated[str, typer.Option(help="Numbers of tokens per slot, or segment, with commas.")] = "2,4",
+    rates: Annotated[str, typer.Option(help="Tokens per slot, numbers or segment, separated by commas.")] = "2,4",
     number: Annotated[
         int, typer.Option("-n", help="Number of held-out questions; a quarter as many texts are reconstructed.")
     ] = 1000,
