@@ -143,7 +143,7 @@ def describe_answer(answer: Answer, body: ChatRequest) -> dict[str, Any]:
         report["sources"] = [body.documents[source["number"]].origin | source for source in answer.sources]
     # Names of fields in version 0.2.
     report |= {"kept": answer.num_cached, "confidence": answer.answerability}
-    report["seconds"] = answer.seconds | {"choosing": answer.seconds["scoring"]}
+    report["seconds"] = with_old_names(answer.seconds)
     report["sources"] = [source | {"read": source["used"]} for source in report["sources"]]
     report["notes"] = [] if body.note is None else [body.note]
     report["segments"] = [
@@ -152,6 +152,11 @@ def describe_answer(answer: Answer, body: ChatRequest) -> dict[str, Any]:
     usage = {"prompt_tokens": num_prompt, "completion_tokens": num_generated}
     usage["total_tokens"] = num_prompt + num_generated
     return {"usage": usage, "arcaligner": report}
+
+
+def with_old_names(seconds: dict[str, float]) -> dict[str, float]:
+    """The seconds of an answer's parts, with the name of *scoring* in version 0.2 as well."""
+    return seconds | ({"choosing": seconds["scoring"]} if "scoring" in seconds else {})
 
 
 def event(body: dict[str, Any]) -> str:
@@ -229,8 +234,7 @@ class Metrics:
         self.tokens.labels("written").inc(answer.completion_tokens)
         self.slots.inc(answer.statistics["slots"])
         self.batch.observe(answer.batch_size)
-        old_names = {"choosing": answer.seconds["scoring"]}  # of version 0.2
-        for part, seconds in (answer.seconds | old_names).items():
+        for part, seconds in with_old_names(answer.seconds).items():
             self.seconds.labels(part).observe(seconds)
 
     def counted(self, app: Callable) -> Callable:

@@ -24,6 +24,12 @@ class Limits:
     seconds: float = 120.0  # from the arrival of a request to the end of its answer
     waiting: int = 256  # requests
 
+    @property
+    def max_slots_asked(self) -> int:
+        """The name of `max_scored_slots` in version 0.2."""
+        _warn_of("max_slots_asked", "max_scored_slots")
+        return self.max_scored_slots
+
 
 @dataclass(eq=False)
 class Request:

@@ -496,3 +496,8 @@ def test_batch_answers_like_the_pipeline(independent, engine_of):
     new, again = (answer(alone, PASSAGES, max_new_tokens=6, **cases[0][1]) for _ in range(2))
     assert (new.num_cached, again.num_cached) == (0, 2) and {new.text, again.text} == {top_ranked.text}
     assert all(source["used"] for source in answer(engine, PASSAGES, max_passages=9).sources)
+
+
+def test_old_name_of_a_limit_warns():
+    with pytest.warns(FutureWarning, match="`max_slots_asked` is now called `max_scored_slots`"):
+        assert Limits().max_slots_asked == Limits().max_scored_slots
