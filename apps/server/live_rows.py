@@ -288,13 +288,15 @@ class LiveBatch:
             if not (is_within := is_real[first:length]).all():  # slots and question are padded separately
                 entry = entry[:, :, :, is_within]
             entries.append([entry])
-            tensors = batch.input_ids, batch.position_ids, batch.whole_bias()
-            columns.append([tensor[number][is_real] for tensor in tensors])
+            columns.append([tensor[number][is_real] for tensor in (batch.input_ids, batch.position_ids)])
         padding = {"batch_first": True, "padding_side": "left"}
-        ids, positions, bias = (pad_sequence(list(rows), **padding) for rows in zip(*columns, strict=True))
-        mask = pad_sequence([torch.ones_like(row_ids) for row_ids, *_ in columns], **padding)
+        ids, positions = (pad_sequence(list(rows), **padding) for rows in zip(*columns, strict=True))
+        mask = pad_sequence([torch.ones_like(row_ids) for row_ids, _ in columns], **padding)
         cache = join_keys_values(entries, answerer.model.config.text_config)
-        bias = None if all(batch.slot_bias is None for batch, _ in pack) else bias
+        bias = None
+        if any(batch.slot_bias is not None for batch, _ in pack):
+            biases = [batch.whole_bias()[number][batch.attention_mask[number].bool()] for batch, number in pack]
+            bias = pad_sequence(biases, **padding)
         return cls(answerer, [batch.rows[number] for batch, number in pack], ids, mask, positions, cache, bias)
 
     def whole_bias(self) -> torch.FloatTensor:

@@ -85,6 +85,17 @@ def prior_of_pair(pair: Sequence[int], numbers: Sequence[int]) -> list[float]:
     return [0.0 if number in pair else OUTSIDE_PAIR_PRIOR for number in numbers]
 
 
+def passage_prior(
+    scores: Mapping[int, ScoredPassage], pair: Sequence[int], numbers: Sequence[int], num_passages: int
+) -> list[float] | None:
+    """The bias on the attention to each of `num_passages` passages, by its number, 0 for those that are not in
+    `numbers`; `None` without any bias, because the attention then needs no mask of its own. `pair` are the passages
+    that a multi-hop question needs: one if all texts are equal, none for other questions."""
+    biases = prior_of_pair(pair, numbers) if len(pair) > 1 else prior_of_scores(scores, numbers)
+    by_number = dict(zip(numbers, biases, strict=True))
+    return [by_number.get(number, 0.0) for number in range(num_passages)] if any(biases) else None
+
+
 def top_odds(scores: Sequence[Mapping[int, ScoredPassage]]) -> torch.Tensor:
     """The answerability of each question's top-ranked passage, as the [`MultihopHead`] takes it: in log-odds from
     -`MAX_LOG_ODDS` to `MAX_LOG_ODDS`, (questions,), float64 on the CPU."""
@@ -282,16 +293,11 @@ class Answerer:
             pairs = self._select_pairs(scoring, questions, documents, is_multihop)
         results = zip(indices, scoring.batch.questions, limits, selected, pairs, scoring.scores, strict=True)
         for index, question, limit, numbers, pair, scores in results:
-            num_passages = len(selections[index].numbers)
             if pair:
                 numbers = pair if limit is None else with_pair(scores, pair, limit)
             prior = None
             if weights and self.can_weight and limit is not None and len(numbers) > 1:
-                # A pair is one passage if all texts are equal.
-                biases = prior_of_pair(pair, numbers) if len(pair) > 1 else prior_of_scores(scores, numbers)
-                by_number = dict(zip(numbers, biases, strict=True))
-                # Without any bias, the attention needs no mask of its own.
-                prior = [by_number.get(number, 0.0) for number in range(num_passages)] if any(biases) else None
+                prior = passage_prior(scores, pair, numbers, len(selections[index].numbers))
             used = batch._replace(questions=[question.only(numbers)])
             selections[index] = Selection(numbers, scores, used, prior)
         return selections
