@@ -159,11 +159,11 @@ class ArcAlignerPipeline(TextGenerationPipeline):
               ([`format_trajectory`]).
             - **statistics** (`dict`) -- `tokens` of the passages, `slots`, and `compression_rate`, the measured tokens
               per slot. With `max_slots`, how many segments are `dropped`. If they were fitted, `answerability`, how
-              likely the passages contain an answer, and `answer_likelihood`, how likely the answer is right (only
-              for greedy answers that are not abstentions). If passages were scored, `passage_answerabilities`, the
-              highest answerability of each document's scored passages, by the number of the document. In 0.2,
-              `answerability` was `confidence` and `passage_answerabilities` was `passage_confidences`; these names will
-              be removed in the next release.
+              likely it is that the passages contain an answer, and `answer_likelihood`, how likely it is that the
+              answer is right (only for greedy answers that are not abstentions). If passages were scored,
+              `passage_answerabilities`, the highest answerability of each document's scored passages, by the number of
+              the document. In 0.2, `answerability` was `confidence` and `passage_answerabilities` was
+              `passage_confidences`; these names will be removed in the next release.
         """
         if isinstance(text_inputs, list | tuple) and not text_inputs:
             raise ValueError("The list of inputs is empty; expected a chat, a string or a question with its passages.")

@@ -217,16 +217,21 @@ def answers_page(run: Path, threshold: float, no_answer: str) -> str:
         "# Answers",
         "",
         f"The shipped aligner's answers to the first {ANSWERS_PER_SET} questions of each set, sorted by id. No "
-        "question is left out. They were generated greedily from slots of all passages of a question, at two tokens "
-        "per slot, in the run of [results.md](results.md). The [glossary](glossary.md) explains the terms.",
+        "question is left out. The model was given slots of all passages of a question, at two tokens per slot, and "
+        "decoded greedily. [results.md](results.md) has the mean F1 of each set, [evaluation.md](evaluation.md#tasks) "
+        "describes the sets, and the [glossary](glossary.md) explains the terms.",
         "",
-        '- *Expected* is the first gold answer. "(not in the passages)" means that the passages do not answer the '
-        "question.",
-        "- *F1*, in percent, is the word overlap of the answer with the closest gold answer.",
-        "- *Answerability*, from 0 to 1, is an estimate of how likely the passages contain an answer. It is not the "
-        "chance that the answer is right.",
-        f'- "abstains" means that the answer would be "{no_answer}" with `min_confidence={threshold}`. The table shows '
-        "the answer without it.",
+        "- *Expected* is the first gold answer that the data set gives for the question. The passages "
+        "of TriviaQA, WebQuestions and PopQA were found by a retriever, and many do not contain a gold answer ([how "
+        "many](paper.md#tables-1-and-2)).",
+        '- "(not in the passages)" is in place of the expected answer if the question was written to have no answer in '
+        "its passage.",
+        "- *F1*, in percent, is the word overlap of the answer and the most similar gold answer, which may be another "
+        "one than the expected. 100 means the same words, apart from case, punctuation and articles.",
+        "- *Answerability*, from 0 to 1, is an estimate of how likely it is that the passages contain an answer. It is "
+        "not the chance that the answer is right.",
+        f'- "abstains" means that with `min_confidence={threshold}` the answer would be "{no_answer}", because the '
+        "answerability is lower. The table shows the answer that the model gives without this setting.",
     )
     lines = [line for text in intro for line in _wrapped(text)]
     for file in answer_files(run):

@@ -397,7 +397,7 @@ def copy_with_probe(checkpoint_dir, tmp_path, **changes):
     return folder
 
 
-# How likely an answer is right
+# How likely it is that an answer is right
 
 
 ASKED = {"question": "Who wrote it?", "documents": ["It was written by Ada.", "Bob read it."]}

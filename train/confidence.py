@@ -1,4 +1,4 @@
-"""Fit the answerability head of an aligner: how likely the passages contain an answer.
+"""Fit the answerability head of an aligner: it estimates how likely it is that the passages contain an answer.
 
     python -m arcaligner.train.confidence --recipe train/recipes/smollm2_135m/2_grounding.yaml --aligner FOLDER
 

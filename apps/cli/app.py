@@ -157,10 +157,11 @@ def warn_if_not_verbatim(answer: str, sources: list[dict[str, Any]], no_answer: 
 def print_estimates(answerability: float | None, answer_likelihood: float | None) -> None:
     """Print answerability and answer likelihood, if the aligner estimates them."""
     if answerability is not None:
-        note = "how likely the passages contain an answer, not how likely this answer is right"
+        note = "how likely it is that the passages contain an answer, not that this answer is right"
         messages.print(f"Answerability {answerability:.2f} [dim]({note})[/]")
     if answer_likelihood is not None:
-        messages.print(f"Answer likelihood {answer_likelihood:.2f} [dim](how likely this answer is right)[/]")
+        note = "how likely it is that this answer is right"
+        messages.print(f"Answer likelihood {answer_likelihood:.2f} [dim]({note})[/]")
 
 
 def describe_passes(passes: list[str]) -> str:

@@ -39,8 +39,8 @@ TokensPerSlot = Annotated[
 MinConfidence = Annotated[
     float | None,
     typer.Option(
-        help="Abstain if the answerability is below this value. Answerability is how likely the passages contain an "
-        "answer, not how likely the answer is right.",
+        help="Abstain if the answerability is below this value. Answerability is how likely it is that the passages "
+        "contain an answer, not that the answer is right.",
         min=0,
         max=1,
     ),

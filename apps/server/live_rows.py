@@ -165,7 +165,7 @@ class LiveRow:
             self.request.on_text(new)
 
     def _likelihood(self) -> float | None:
-        """How likely the answer is right; `None` for sampled answers and abstentions."""
+        """How likely it is that the answer is right; `None` for sampled answers and abstentions."""
         if self.request.temperature or not self.ids or (likelihood := self.call.answer_likelihood) is None:
             return None
         return likelihood.item()

@@ -117,9 +117,9 @@ class Answer:
     """The result of a request. In `seconds`, `waiting`, `retrieval`, `slots`, `scoring` (of passages) and `model` add
     up to `first_token`, the time from the arrival of the request to the first token; `total` is the time to the end of
     the answer. `num_cached` is the number of passages that were cached, either precomputed or from an earlier question.
-    `answerability` is how likely the passages contain an answer, and `answer_likelihood` how likely the answer is
-    right; they are `None` if the aligner does not estimate them, the latter also for sampled answers and
-    abstentions."""
+    `answerability` is how likely it is that the passages contain an answer, and `answer_likelihood` how likely it is
+    that the answer is right. An estimate is `None` if the aligner lacks it, and `answer_likelihood` also for sampled
+    answers and abstentions."""
 
     text: str
     finish_reason: str

@@ -352,8 +352,8 @@ class VllmEngine(Engine):
 
     @torch.inference_mode()
     def _answerability(self, turn: ThreadTurn, group: list[Request]) -> list[float | None]:
-        """How likely the passages of each request contain the answer, from the aligner's layers. If a request uses one
-        passage and this passage was scored, the score is the answerability."""
+        """The answerability of each request, from the aligner's layers. If a request uses one passage and this passage
+        was scored, the score is the answerability."""
         if group[0].passages is None or self.model.answerability_head is None:
             return [None] * len(group)
         logits, chats = torch.zeros(len(group), device="cpu"), [self._chat(request) for request in group]

@@ -350,7 +350,7 @@ class Answerer:
         similarities: Similarities | None = None,
         **kwargs: Any,
     ) -> list[dict[int, ScoredPassage]]:
-        """Score each passage: how likely it contains, by itself, the answer to its question.
+        """Score each passage: how likely it is that this passage alone contains the answer to its question.
 
         The question is prefilled after each of its passages. Keys and values of the passages go into the cache, where
         `prepare` finds them.
@@ -533,9 +533,9 @@ class AnsweringCall:
 
     @property
     def answerability(self) -> torch.Tensor | None:
-        """Answerability of each row, (batch,): how likely its passages contain the answer, not how likely the answer is
-        right. All beams and samples of a row share it. `None` before the prompt is computed, or if the head was not
-        fitted."""
+        """Answerability of each row, (batch,): how likely it is that its passages contain the answer, not that the
+        answer is right. All beams and samples of a row share it. `None` before the prompt is computed, or if the head
+        was not fitted."""
         logits = self._prefill.answerability_logits if self._scores and self._prefill is not None else None
         if self._answerability is None and logits is not None:
             self._answerability = self.answerability_of(self._first_of_copies(logits))
@@ -553,8 +553,8 @@ class AnsweringCall:
 
     @property
     def answer_likelihood(self) -> torch.Tensor | None:
-        """How likely the answer of each row is right, (batch,), from the likelihood of its tokens so far and the
-        answerability. `None` if it was not fitted, for sampled answers and for beam search."""
+        """How likely it is that the answer of each row is right, (batch,), from the likelihood of its tokens so far and
+        the answerability. `None` if it was not fitted, for sampled answers and for beam search."""
         if self.likelihood is None or self.likelihood.counts is None or (answerability := self.answerability) is None:
             return None
         scale, weight, offset = self.model.config.answer_calibration

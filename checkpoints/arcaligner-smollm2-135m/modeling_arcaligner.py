@@ -1197,9 +1197,9 @@ NO_MATCH = (1.0, 0.0, 0.0)
 
 
 class AnswerabilityHead(nn.Module):
-    """Logistic regression on states of a prompt's last token, for how likely its passages contain an answer: the
-    states of the middle layers of a frozen model show whether it has found an answer. `train/confidence.py` fits the
-    head; it is not trained with the aligner, and is in float32 like the aligner.
+    """Logistic regression on states of a prompt's last token. It estimates how likely it is that the passages contain
+    an answer: the states of the middle layers of a frozen model show whether it has found one. `train/confidence.py`
+    fits the head; it is not trained with the aligner, and is in float32 like the aligner.
 
     `match` are three numbers that combine the log-odds of the regression with the late-interaction (MaxSim) score of
     question and passages: the weights of both, and an offset; (1, 0, 0) before they are fitted.

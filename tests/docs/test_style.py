@@ -36,6 +36,7 @@ INSTEAD = {
     r"what is kept": "entries of the cache",
     r"most likely answers?(?: it| the question)?[,.;)]": "most likely to contain the answer",
     r"(?:is|are) asked about": "is scored",
+    r"how likely (?:the|its|this|these|an?) (?:\w+ )+(?:contains?|is right)": "how likely it is that",
     r"side by side": "packed",
     r"does nothing with": "ignores",
     r"what (?:people|others|somebody) (?:have|has)": "name the thing",
