@@ -61,7 +61,7 @@ TYPED = [
     ("docs/corpus.md", f"a slot of SmolLM2-135M takes {NUMBER} KB in float32", CACHED),
     ("docs/server.md", f"a slot of the shipped aligner takes {NUMBER} KB", CACHED),
     ("docs/formats.md", f"a slot of the shipped aligner is {NUMBER} KB in float32", CACHED),
-    ("docs/server.md", f"a document of more than {NUMBER} tokens is cut", [LONGEST]),
+    ("docs/server.md", f"document of more than {NUMBER} tokens is cut", [LONGEST]),
     (
         "docs/extensions.md",
         f"more than {NUMBER} tokens .* at most {NUMBER} ",
