@@ -8,9 +8,9 @@ from ..methods import compression_title
 
 ARM_TITLES = {
     "standard_rag": "Text, ms",
-    "standard_rag_cached": "Text, cached",
-    "off": "Slots, encoded beforehand",
-    "slots_cached": "**Slots, cached**",
+    "standard_rag_cached": "Text, cached, ms",
+    "off": "Slots, encoded beforehand, ms",
+    "slots_cached": "**Slots, cached, ms**",
 }
 LATENCY_REPORT, CACHED_REPORT = "latency.json", "kept.json"  # of the benchmarks
 SHORT_PASSAGES = 5, 20  # of the README's table
@@ -32,10 +32,10 @@ def first_token_table(report: dict[str, Any]) -> list[str]:
         compression = "a segment" if size["tokens_per_slot"] == "segment" else size["tokens_per_slot"]
         rows.append([size["k"], f"{size['text_tokens']:.0f}", compression, f"{size['slots']:.0f}", *cells])
     titles = list(ARM_TITLES.values())
-    titles.insert(list(ARM_TITLES).index("off") + 1, "Slots, encoding included")
+    titles.insert(list(ARM_TITLES).index("off") + 1, "Slots, encoding included, ms")
     lines = markdown_table(["Passages", "Tokens of the prompt as text", "Tokens per slot", "Slots", *titles], rows)
     note = (
-        "Milliseconds; in brackets how many times faster than text. Both are medians of the rounds; only with encoding "
+        "In brackets: how many times faster than text. Times and ratios are medians of the rounds; with encoding "
         "included, the ratio is that of the medians. One question at a time, "
         f"{report['model']}, encoder in {report['encoder_dtype']}; {machine_line(report['machine'])}."
     )
@@ -97,10 +97,11 @@ def cached_passages_table(report: dict[str, Any]) -> list[str]:
             times = "" if name == "text" else f" (x{arm['speed_up']['median']:.1f})"
             cells.append(f"{1000 * arm['first_token']['median']:.0f}{times}")
         rows.append([title, *cells])
-    columns = ["Milliseconds (times faster than text)", "Cached per passage"]
-    counts = [counted(size["k"], "passage") for size in sizes]
+    columns = ["The model is given", "Cache of a passage"]
+    counts = [f"{counted(size['k'], 'passage')}, ms" for size in sizes]
     note = (
-        f"A passage has {report['tokens_per_passage']:.0f} tokens on average. Times and ratios are each medians of "
+        "Time to the first token; in brackets: how many times faster than text with nothing cached. A passage has "
+        f"{report['tokens_per_passage']:.0f} tokens on average. Times and ratios are each medians of "
         f"{sizes[-1]['rounds']} rounds or more, one question at a time, {report['model']} in {report['dtype']}; "
         f"{machine_line(report['machine'])}."
     )
