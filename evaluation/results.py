@@ -212,7 +212,7 @@ def results_page(results: dict[str, Any]) -> str:
     of_paper = {method: method for numbers in shared.values() for method in numbers}
     of_paper_table = table("EM / F1 / Acc, %, with Mistral 7B", of_paper, shared, _paper)
     lines += _folded("The paper's numbers", [*_wrapped(PAPER_NOTE), *of_paper_table] if of_paper_table else [])
-    return "\n".join([*lines, *footnote(results), ""])
+    return "\n".join([*lines, "## Questions and passages", "", *footnote(results), ""])
 
 
 def _wrapped(note: str) -> list[str]:
@@ -308,9 +308,9 @@ def footnote(results: dict) -> list[str]:
         for name, entry in results["sets"].items()
     ]
     note = (
-        "Scores are in percent. Brackets contain 95 % bootstrap intervals over questions; those of differences are "
-        "paired. EM is non-strict: the share of answers that contain a gold answer. Measured on these machines: "
-        f"{results['machine']}."
+        "In the tables of this page, scores are in percent. Brackets contain 95 % bootstrap intervals over questions; "
+        "those of differences are paired. EM is non-strict: the share of answers that contain a gold answer. Measured "
+        f"on these machines: {results['machine']}."
     )
     columns = ["Set", "Questions", "Passages", "Passages contain a gold answer, % of the questions"]
     return [*markdown_table(columns, rows), "", *textwrap.wrap(note, 120)]
