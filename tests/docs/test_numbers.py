@@ -80,7 +80,7 @@ TYPED = [
         f"more than {NUMBER} tokens .* at most {NUMBER} ",
         [LONGEST, str(PROCESSOR["passage_tokens"])],
     ),
-    ("docs/evaluation.md", f"min_confidence={NUMBER}` .* falls from {NUMBER} to", [THRESHOLD, f1("SQuAD")]),
+    ("docs/evaluation.md", f"min_confidence={NUMBER}`.* falls from {NUMBER} to", [THRESHOLD, f1("SQuAD")]),
     ("docs/paper.md", f"{NUMBER} to {NUMBER} measured tokens per slot", SEGMENTS),
     ("docs/paper.md", f"sentences have {NUMBER} to {NUMBER} tokens", SEGMENTS),
     (
