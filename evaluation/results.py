@@ -40,8 +40,8 @@ FLOOR_NOTE = (
 )
 # Why a share may be missing.
 NO_SHARE_NOTE = (
-    "A share is missing for Naive and for whole text, if text gains nothing clear over closed book, and if not all "
-    "three were measured on the same number of questions."
+    "A share is missing for Naive and for whole text, if text is not clearly better than closed book, and if not "
+    "all three were measured on the same number of questions."
 )
 DIFFERENCES_NOTE = (
     "In percentage points. A positive number means that ArcAligner's score is higher. If the brackets contain 0, the "
