@@ -11,14 +11,23 @@ layer. At a position that predicts a token of the answer, it is `-log` of a shar
 over heads, the share that goes to passages with the answer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase, TrainingArguments
+from transformers import (
+    AttentionInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainingArguments,
+)
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ..attention_arcaligner import CACHE, check_can_separate, key_rotation, rotate_keys, separate_inputs
 from ..encoder_arcaligner import EncoderTokenizer
@@ -27,6 +36,8 @@ from ..segmentation_arcaligner import equal_spans
 from .batches import drawn_tokens_per_slot, encoder_inputs, padded, placed_words
 
 NO_SHARE = 1e-4  # added to attention, so that the logarithm is finite
+# transformers' name of an attention kernel that is `sdpa`, and in addition computes the attention loss.
+SDPA_WITH_LOSS = "sdpa_with_attention_loss"
 
 
 @dataclass
@@ -266,7 +277,7 @@ def run_passages_first(
         slots: `context_embeds` (passage_rows, max_slots, encoder_hidden_size), `context_word_ids` and
             `context_passage_ids` of the batch.
         num_items_in_batch: Divisor of the NLL. Default: the number of targets.
-        attention_layers: Layers of the attention loss, which need the attention kernel `"eager"`.
+        attention_layers: Layers of the attention loss.
         with_logits: Whether the output has `logits` (turn_rows, seq_len, vocab_size). The loss needs none.
 
     Returns:
@@ -289,18 +300,18 @@ def run_passages_first(
     )
     turn_ids = batch["turn_ids"]
     moves = batch["prefix_moves"] if model.config.passage_alignment == "end" else None
-    outputs = model.model.backbone(
-        input_ids=batch["input_ids"],
-        attention_mask=turns_mask(turn_ids, batch["prefix_positions"], model.dtype),
-        position_ids=batch["position_ids"],
-        use_cache=True,
-        output_attentions=bool(attention_layers),
-        **{CACHE: select_prefix(cache, batch["prefix_positions"], text_config, moves)},
-    )
+    attention_loss = AttentionLoss(batch, attention_layers) if attention_layers else None
+    with nullcontext({}) if attention_loss is None else attention_loss.observe(model.model.backbone) as options:
+        outputs = model.model.backbone(
+            input_ids=batch["input_ids"],
+            attention_mask=turns_mask(turn_ids, batch["prefix_positions"], model.dtype),
+            position_ids=batch["position_ids"],
+            use_cache=True,
+            **{CACHE: select_prefix(cache, batch["prefix_positions"], text_config, moves)},
+            **options,
+        )
     loss = model.targets_loss(outputs.last_hidden_state, batch["labels"], num_items_in_batch)
-    attention = None
-    if attention_layers:
-        attention = attention_loss([outputs.attentions[layer] for layer in attention_layers], batch)
+    attention = None if attention_loss is None else attention_loss.value(outputs)
     logits = None
     if with_logits:
         logits = postprocess_logits(model.lm_head(outputs.last_hidden_state), text_config)
@@ -340,22 +351,89 @@ def turns_mask(turn_ids: torch.LongTensor, prefix_positions: torch.LongTensor, d
     return mask.masked_fill(~is_visible, torch.finfo(dtype).min)
 
 
-def attention_loss(attentions: Sequence[torch.Tensor], batch: dict[str, torch.Tensor]) -> torch.Tensor | None:
+class AttentionLoss:
     """Mean of `-log` of the share of slot attention that goes to passages with the answer. It is the mean over layers,
-    and over positions that predict an answer which some passages contain and others do not. `attentions` has the
-    attention weights of each layer, (batch, heads, seq_len, num_prefix + seq_len)."""
-    turns = batch["turn_ids"]  # (batch, seq_len)
-    predicts = torch.nn.functional.pad(batch["labels"][:, 1:] >= 0, (0, 1))
-    holds = batch["holds_answer"].gather(
-        1, turns.clamp(min=0)[:, :, None].expand(-1, -1, batch["prefix_positions"].shape[1])
-    )
-    has_answer = predicts & holds.any(dim=2)
-    if not has_answer.any():
-        return None
-    losses = []
-    for weights in attentions:
-        slot_attention = weights[..., : holds.shape[2]].float().sum(dim=1)  # over heads: (batch, seq_len, num_prefix)
-        in_slots = (slot_attention * batch["is_slot"][:, None]).sum(dim=2)  # (batch, seq_len)
-        in_answers = (slot_attention * holds).sum(dim=2)
-        losses.append((torch.log(in_slots + NO_SHARE) - torch.log(in_answers + NO_SHARE))[has_answer].mean())
-    return torch.stack(losses).mean()
+    and over positions that predict an answer which some passages contain and others do not.
+
+    With the kernel `eager`, layers return all their attention weights. `sdpa` neither returns nor stores them, which
+    saves most of a GPU's memory; then the weights of the few positions that predict an answer are computed again.
+
+    Args:
+        batch: Of [`PassagesFirstCollator`].
+        layers (`Sequence[int]`): Their indices.
+    """
+
+    def __init__(self, batch: dict[str, torch.Tensor], layers: Sequence[int]):
+        turns = batch["turn_ids"]  # (turn_rows, seq_len)
+        predicts = torch.nn.functional.pad(batch["labels"][:, 1:] >= 0, (0, 1))
+        num_prefix = batch["prefix_positions"].shape[1]
+        holds = batch["holds_answer"].gather(1, turns.clamp(min=0)[:, :, None].expand(-1, -1, num_prefix))
+        has_answer = predicts & holds.any(dim=2)
+        width = int(has_answer.sum(dim=1).max())
+        # The positions that predict an answer come first: (turn_rows, width).
+        self.positions = has_answer.int().argsort(dim=1, descending=True, stable=True)[:, :width]
+        self.is_real = has_answer.gather(1, self.positions)
+        self.holds_answer = holds.gather(1, self.positions[:, :, None].expand(-1, -1, num_prefix))
+        self.is_slot = batch["is_slot"][:, None]  # (turn_rows, 1, num_prefix)
+        self.layers, self.losses = tuple(layers), []
+
+    @contextmanager
+    def observe(self, backbone: PreTrainedModel) -> Iterator[dict[str, Any]]:
+        """Arguments of the forward of a `backbone`, with which its layers return weights or call `add_layer`."""
+        kernel = backbone.config._attn_implementation
+        if kernel == "eager":
+            yield {"output_attentions": True}
+            return
+        AttentionInterface.register(SDPA_WITH_LOSS, sdpa_with_attention_loss)
+        backbone.set_attn_implementation(SDPA_WITH_LOSS)
+        try:
+            yield {"attention_loss": self}
+        finally:
+            backbone.set_attn_implementation(kernel)
+
+    def value(self, outputs: BaseModelOutputWithPast) -> torch.Tensor | None:
+        """The loss, for the outputs of that forward; `None` if no passage can be preferred."""
+        if self.positions.shape[1] == 0:
+            return None
+        for layer in self.layers if outputs.attentions is not None else ():
+            weights = outputs.attentions[layer]  # (turn_rows, heads, seq_len, num_prefix + seq_len)
+            self._add(weights.gather(2, self._index(weights)))
+        return torch.stack(self.losses).mean()
+
+    def add_layer(self, layer: int, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor, scaling: float) -> None:
+        """Add the loss of a layer, if it is one of `layers`. `query` is (turn_rows, heads, seq_len, head_dim), `key`
+        (turn_rows, kv_heads, num_prefix + seq_len, head_dim), both rotated to their positions."""
+        if layer not in self.layers or self.positions.shape[1] == 0:
+            return
+        chosen = query.gather(2, self._index(query))  # (turn_rows, heads, width, head_dim)
+        grouped = chosen.unflatten(1, (key.shape[1], -1)).flatten(2, 3)  # (turn_rows, kv_heads, group * width, ...)
+        scores = (grouped @ key.transpose(2, 3)).view(*chosen.shape[:3], -1) * scaling
+        scores = scores + mask.gather(2, self._index(mask))
+        dtype = torch.promote_types(scores.dtype, torch.float32)
+        self._add(torch.nn.functional.softmax(scores, dim=-1, dtype=dtype))
+
+    def _index(self, states: torch.Tensor) -> torch.LongTensor:
+        """Selects the positions that predict an answer from `states` (turn_rows, heads, seq_len, size)."""
+        return self.positions[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
+
+    def _add(self, weights: torch.Tensor) -> None:
+        """Add the loss of a layer with these attention `weights` (turn_rows, heads, width, num_prefix + seq_len)."""
+        slot_attention = weights[..., : self.is_slot.shape[2]].float().sum(dim=1)  # (turn_rows, width, num_prefix)
+        in_slots = (slot_attention * self.is_slot).sum(dim=2)  # (turn_rows, width)
+        in_answers = (slot_attention * self.holds_answer).sum(dim=2)
+        self.losses.append((torch.log(in_slots + NO_SHARE) - torch.log(in_answers + NO_SHARE))[self.is_real].mean())
+
+
+def sdpa_with_attention_loss(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    attention_loss: AttentionLoss | None = None,
+    **options,
+) -> tuple[torch.Tensor, None]:
+    """The attention kernel `sdpa` of a layer, which adds the layer's loss to an `attention_loss`."""
+    if attention_loss is not None:
+        attention_loss.add_layer(module.layer_idx, query, key, attention_mask, options["scaling"])
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **options)

@@ -221,11 +221,6 @@ class RecipeArguments:
                 "`attention_loss_weight` needs `attention_loss_layers`, which is empty. Set it to layers, such as "
                 "[20, 21]."
             )
-        if self.attn_implementation != "eager":
-            raise ValueError(
-                f"`attn_implementation` is {self.attn_implementation!r}, but the attention loss needs attention "
-                "weights, which only `eager` returns. Set it to `eager`, or `attention_loss_weight` to 0."
-            )
 
     @property
     def sources(self) -> list[str]:

@@ -6,12 +6,13 @@ from conftest import random_aligner
 from datasets import Dataset
 from training_recipes import logs, run
 from training_rows import PASSAGES, question_rows
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from arcaligner.attention_arcaligner import place_passage_ids
 from arcaligner.train.examples import EXAMPLE_FEATURES, ExampleBuilder
 from arcaligner.train.passages_first import (
+    AttentionLoss,
     PassagesFirstCollator,
-    attention_loss,
     run_passages_first,
     turns_mask,
 )
@@ -164,11 +165,13 @@ def test_long_turns_have_their_rows(processor):
 
 
 @pytest.mark.parametrize("aligner", ["start"], indirect=True)
-def test_attention_loss_is_the_share(aligner, processor):
-    """The attention loss is computed from the attention weights of a step in one phase."""
+@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
+def test_attention_loss_is_the_share(aligner, processor, kernel):
+    """The attention loss is computed from the attention weights of a step in one phase, with both kernels."""
     rows, layers = examples(processor), [1]
-    _, _, loss = two_phases(aligner, processor, rows, 2, attention_layers=layers)
     batch, outputs = one_phase(aligner, processor, rows, 2, output_attentions=True)
+    aligner.set_attn_implementation(kernel)
+    _, _, loss = two_phases(aligner, processor, rows, 2, attention_layers=layers)
     wanted = []
     for number in range(len(rows)):
         placed, labels, turns = (batch[name][number] for name in ("placed", "labels", "turn_ids"))
@@ -184,6 +187,19 @@ def test_attention_loss_is_the_share(aligner, processor):
     torch.testing.assert_close(loss, torch.stack(wanted).mean(), rtol=1e-4, atol=1e-5)
 
 
+def test_kernels_have_equal_gradients(aligner, processor):
+    """Both losses and their gradients are the same with `eager` and `sdpa`."""
+    aligner.set_stage("grounding")
+    found = []
+    for kernel in ("eager", "sdpa"):
+        aligner.set_attn_implementation(kernel)
+        _, outputs, loss = two_phases(aligner, processor, examples(processor), 2, attention_layers=[0, 1])
+        found.append((outputs.loss, loss, gradients(aligner, outputs.loss + loss)))
+        assert aligner.config.text_config._attn_implementation == kernel
+    assert any("lora_A" in name and gradient.abs().max() > 1e-6 for name, gradient in found[0][2].items())
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)  # `eager` has a float32 softmax
+
+
 def test_no_choice_no_attention_loss():
     batch = {
         "turn_ids": torch.tensor([[0, 0]]),
@@ -191,7 +207,7 @@ def test_no_choice_no_attention_loss():
         "prefix_positions": torch.tensor([[0, 1]]),
     }
     batch |= {"is_slot": torch.tensor([[False, True]]), "holds_answer": torch.zeros(1, 1, 2, dtype=torch.bool)}
-    assert attention_loss([torch.full((1, 1, 2, 4), 0.25)], batch) is None
+    assert AttentionLoss(batch, [0]).value(BaseModelOutputWithPast(attentions=[torch.full((1, 1, 2, 4), 0.25)])) is None
 
 
 def test_turns_read_prompt_and_themselves():
@@ -200,9 +216,10 @@ def test_turns_read_prompt_and_themselves():
     assert (mask == 0).int().tolist() == [[reads]]
 
 
-def test_a_recipe_trains_passages_first(tmp_path, write_recipe):
+@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
+def test_a_recipe_trains_passages_first(tmp_path, write_recipe, kernel):
     aligner = {"lora_r": 4, "gate_hidden_size": 8, "passage_attention": "separate", "word_parts": 2}
-    keys = {"aligner": aligner, "passages_first": True, "distractors": 1.0, "attn_implementation": "eager"}
+    keys = {"aligner": aligner, "passages_first": True, "distractors": 1.0, "attn_implementation": kernel}
     keys |= {"attention_loss_weight": 0.3, "attention_loss_layers": [1], "logging_steps": 1}
     run(write_recipe("grounding", tmp_path / "run", **keys))
     assert len(logs(tmp_path / "run", "attention_loss")) == 4
@@ -213,7 +230,6 @@ def test_a_recipe_trains_passages_first(tmp_path, write_recipe):
     [
         ({"attention_loss_weight": 0.3}, "Set `passages_first: true`"),
         ({"attention_loss_weight": 0.3, "passages_first": True}, "attention_loss_layers"),
-        ({"attention_loss_weight": 0.3, "passages_first": True, "attention_loss_layers": [1]}, "eager"),
         ({"passages_first": True, "aligner": {"lora_r": 4, "passage_attention": "joint"}}, "independent"),
         (
             {
