@@ -35,7 +35,7 @@ from .evaluate import answer_all, load_rows
 from .judge import judge_run, judged_scores, judges_of
 from .methods import MissingMethodError, find_method, fingerprint
 from .metrics import shown_interval
-from .results import PAPER, evidence, method_titles, summarize, table
+from .results import NO_SHARE_NOTE, PAPER, evidence, method_titles, summarize, table
 from .retrieval import RetrievalSettings, recall_table, retrieve
 from .runs import AnswerFile
 from .settings import EvaluationSettings
@@ -505,9 +505,12 @@ def comparison(sets: dict[str, Any], methods: Sequence[str]) -> list[str]:
             cells = [cell for set_title in sets for cell in (_triple(paper[set_title].get(named)), "-")]
             rows.append(["-", _paper_title(named), *cells])
     columns = [column for title in sets for column in (f"{title}: paper", f"{title}: ours")]
+    note = (
+        "Each cell has EM / F1 / Acc, in percent; higher is better. The paper's numbers were measured with Mistral 7B. "
+        "A dash means not measured."
+    )
     return [
-        "Each cell has EM / F1 / Acc, in percent. The paper's numbers were measured with Mistral 7B. A dash means not "
-        "measured.",
+        *textwrap.wrap(note, 120),
         "",
         *markdown_table(["Method here", "Method in the paper", *columns], rows),
         "",
@@ -642,7 +645,8 @@ def costs(sets: dict[str, Any]) -> list[str]:
     of_n = ' ("of N": measured on N questions only)' if fewer else ""
     note = (
         f"*Floor*: F1 with another question's passages{of_n}. *Retained*: (F1 - closed book) / (F1 of text - closed "
-        f"book), where closed book is Naive, and {text}. *x*: measured compression, in tokens of text per position."
+        f"book), where closed book is Naive, and {text}. {NO_SHARE_NOTE} *x*: measured compression, in tokens of text "
+        "per position."
     )
     return [*table("F1 (floor, retained), compression", method_titles(sets), sets, cell), *textwrap.wrap(note, 120), ""]
 

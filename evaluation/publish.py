@@ -300,30 +300,31 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], cached: dict[
     new_tokens = " / ".join(f"{find_size(latency, k, default_compression)['text_tokens']:,.0f}" for k in SHORT_PASSAGES)
     lost = [loss for loss in map(loss_without_copying, ("", "_x4")) if loss is not None]
     notes = [
-        "**Tokens per position**: the number of tokens in the text of the passages that are used, divided by the "
-        "positions that they take in the prompt. The first half of a text takes half as many positions as the whole "
-        "text, so its number is 2, too.",
+        "**Tokens per position**: how many tokens of text one position of the prompt represents, for the passages that "
+        "are used. The first half of a text takes half as many positions as the whole text, so its number is 2, too.",
         f"**F1** is in percent, measured on {counts} questions of each set{fewer_questions(sets)}. Depending on the "
         f"set, all passages of a question together have {min(lengths):.0f} to {max(lengths):.0f} tokens on average.",
         "**Fine-tuned**: the base model has a LoRA that was trained on 4,000 questions with the whole text of their "
-        "passages. We call it the *fine-tuned reader*.",
-        f"**First token** is the time from the question to the first token of the answer, with {passages} passages "
-        f"({new_tokens} tokens of text). It was measured in float32 on {latency['machine']['cores']} CPU cores. Slots "
-        "were encoded beforehand. The fine-tuned reader's times are those of its base model.",
+        "passages. We call it the *fine-tuned reader*. Its times were not measured separately: they are those of the "
+        "base model.",
+        f"**First token** is the time from the question to the first token of the answer; less is better. The prompt "
+        f"with the text of {passages} passages has {new_tokens} tokens. Times were measured in float32 on "
+        f"{latency['machine']['cores']} CPU cores, and slots were encoded beforehand.",
         f"**Cached passages** have {cached['tokens_per_passage']:.0f} tokens on average. Their keys and values were "
-        f"computed beforehand as well, and are stored in {cached['dtype']}. For whole text this is an ordinary prefix "
-        "cache, which serves only the same passages in the same order. Slots are cached per passage and combined "
-        "freely. [docs/speed.md](docs/speed.md#cached-passages) also measures text that is cached per passage.",
+        f"computed before the question, too, and are stored in {cached['dtype']}. For whole text this is an ordinary "
+        "prefix cache, which serves only the same passages in the same order. Slots are cached for each passage "
+        "separately, so any passages can be combined. [docs/speed.md](docs/speed.md#cached-passages) also measures "
+        "text that is cached for each passage.",
         "**The default** scores passages and uses the one with the highest score, or the best two if the question "
-        "needs two. Its times include the scoring, and were measured on questions that were answered from one passage. "
-        "All passages were scored in this measurement. Now only [some of "
-        "them](docs/extensions.md#selection-of-passages) are scored, so the times are upper bounds.",
+        "needs two. Its times include the scoring, and are those of questions that were answered from one passage. "
+        "They are upper bounds: all passages were scored, and today only [some of "
+        "them](docs/extensions.md#selection-of-passages) are.",
         "**A dash** means not measured.",
         f"**CPUs.** The two time columns come from different CPUs ({latency['machine']['cpu']}; for cached "
         f"passages {cached['machine']['cpu']}), so compare times within one column only.",
-        "**Copy-biased decoding.** With slots, and with only the first part of the text, tokens that continue a span "
-        "of the passages get a bonus (`copy_bonus`) while the answer is generated. With the whole text they do not."
-        + (f" With `copy_bonus=0` the F1 of slots is {', and '.join(lost)}." if lost else ""),
+        "**Copy-biased decoding.** In the rows with slots, and with only a part of the text, tokens that continue a "
+        "span of the passages get a bonus (`copy_bonus`) while the answer is generated. In the rows with the whole "
+        "text they do not." + (f" With `copy_bonus=0` the F1 of slots is {', and '.join(lost)}." if lost else ""),
     ]
     shown = [
         line

@@ -34,12 +34,28 @@ NOT_COMPRESSED = ("standard_rag", "full_text_lora", "full_text_copying", "text_i
 PAPER = json.loads((Path(__file__).parent / "paper_results.json").read_text(encoding="utf-8"))
 FLOOR_NOTE = (
     "The first number is F1 with the passages of the question. *Floor* is F1 with the passages of another question. "
-    "*Retained* is (F1 - closed book) / (F1 of text - closed book), where closed book is Naive, and text is the "
-    "fine-tuned reader or, if it was not measured, StandardRAG."
+    "A low floor means that the answers come from the passages. *Retained* is the share of the gain from text that "
+    "the method keeps: (F1 - closed book) / (F1 of text - closed book). Closed book is Naive. Text is the fine-tuned "
+    "reader or, if it was not measured, StandardRAG. "
+)
+# Why a share may be missing.
+NO_SHARE_NOTE = (
+    "A share is missing for Naive and for whole text, if text is not clearly better than closed book, and if not "
+    "all three were measured on the same number of questions."
+)
+DIFFERENCES_NOTE = (
+    "In percentage points. A positive number means that ArcAligner's score is higher. If the brackets contain 0, the "
+    "difference may be chance. A dash means that the two methods were not measured in the same run."
 )
 POSITIONS_NOTE = (
-    "Mean number of positions in the prompt that the passages take. After *x*: how many tokens of the passages one "
-    "position represents."
+    "The first number is the mean number of positions that the passages take in the prompt. The number after *x* is "
+    "the measured compression: the tokens of the passages, divided by these positions."
+)
+PAPER_NOTE = (
+    "The paper has another base model and other passages, so do not compare these numbers with ours. Its ArcAligner "
+    "has one slot per sentence. *Acc* is the share of answers that a judge, a chat model, accepts as right. Rows "
+    "with *w/o* are ablations: without gates (one pass for each slot), without their decision (all passes for each "
+    "slot), and without LoRA and gates."
 )
 
 # Sets in results of version 0.2 with their new titles.
@@ -186,16 +202,17 @@ def results_page(results: dict[str, Any]) -> str:
     ):
         lines += table(f"Acc, judged by {judge}", titles, sets, partial(_acc, judge))
     lines += _folded(f"All {len(titles)} methods", everything)
-    lines += _folded(f"Differences: {MAIN_TITLE} minus another method, on the same questions", differences)
+    heading = f"Differences: {MAIN_TITLE} minus another method, on the same questions"
+    lines += _folded(heading, [*_wrapped(DIFFERENCES_NOTE), *differences] if differences else [])
     floors = table("F1 (floor, retained)", titles, _with_floors(sets), evidence)
-    lines += _folded("Floor and retention", [*_wrapped(FLOOR_NOTE), *floors] if floors else [])
+    lines += _folded("Floor and retention", [*_wrapped(FLOOR_NOTE + NO_SHARE_NOTE), *floors] if floors else [])
     positions = table("Positions, compression", titles, sets, _positions)
     lines += _folded("Positions of the prompt", [*_wrapped(POSITIONS_NOTE), *positions])
     shared = {name: PAPER["sets"][name] for name in sets if name in PAPER["sets"]}
     of_paper = {method: method for numbers in shared.values() for method in numbers}
-    heading = "EM / F1 / Acc, %, with Mistral 7B"
-    lines += _folded("The paper's numbers", table(heading, of_paper, shared, _paper))
-    return "\n".join([*lines, *footnote(results), ""])
+    of_paper_table = table("EM / F1 / Acc, %, with Mistral 7B", of_paper, shared, _paper)
+    lines += _folded("The paper's numbers", [*_wrapped(PAPER_NOTE), *of_paper_table] if of_paper_table else [])
+    return "\n".join([*lines, "## Questions and passages", "", *footnote(results), ""])
 
 
 def _wrapped(note: str) -> list[str]:
@@ -285,14 +302,17 @@ def _paper(numbers: dict, method: str) -> str | None:
 
 
 def footnote(results: dict) -> list[str]:
-    """Lines on the number of questions, and on how the numbers were made."""
-    rows = [[name, entry["questions"], f"{entry['recall'][0]:.0f}"] for name, entry in results["sets"].items()]
+    """Lines on the questions and passages of each set, and on how the numbers were made."""
+    rows = [
+        [name, entry["questions"], entry["passages"], f"{entry['recall'][0]:.0f}"]
+        for name, entry in results["sets"].items()
+    ]
     note = (
-        "Scores are in percent. Brackets contain 95 % bootstrap intervals over questions; those of differences are "
-        "paired. EM is non-strict: the share of answers that contain a gold answer. Measured on these machines: "
-        f"{results['machine']}."
+        "In the tables of this page, scores are in percent. Brackets contain 95 % bootstrap intervals over questions; "
+        "those of differences are paired. EM is non-strict: the share of answers that contain a gold answer. Measured "
+        f"on these machines: {results['machine']}."
     )
-    columns = ["Set", "Questions", "Passages contain a gold answer, % of the questions"]
+    columns = ["Set", "Questions", "Passages", "Passages contain a gold answer, % of the questions"]
     return [*markdown_table(columns, rows), "", *textwrap.wrap(note, 120)]
 
 

@@ -72,7 +72,7 @@ def perplexity_table(arms: dict[str, dict[str, Any]]) -> list[str]:
         [title, "{:.2f} [{:.2f}, {:.2f}]".format(*arm["perplexity"]), arm["passages"], f"{arm['tokens']:,}"]
         for title, arm in arms.items()
     ]
-    return markdown_table(["Reconstructed from", "Perplexity", "Passages", "Tokens"], rows)
+    return markdown_table(["Model", "Perplexity", "Paragraphs", "Tokens"], rows)
 
 
 def draw_perplexity(arms: dict[str, dict[str, Any]]) -> Figure:

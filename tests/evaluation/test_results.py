@@ -123,7 +123,7 @@ def test_results_in_three_forms(run, model):
     assert f"| Naive | +37.5 [{low:+.1f}, {high:+.1f}] |" in page
     assert "| StandardRAG | 60.0 |" in page and "| **ArcAligner** | 2.0, x30.0 |" in page
     assert "<summary>The paper's numbers</summary>" in page and "| **ArcAligner** | 26.6 / 34.9 / 33.4 |" in page
-    assert "| HotpotQA | 4 | 100 |" in page
+    assert "| HotpotQA | 4 | gold: two of ten | 100 |" in page
     write_model_card(model.config, run)
     card = (run / "README.md").read_text("utf-8")
     assert "| **slots** | - | 50.0 |" in card
