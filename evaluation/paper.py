@@ -311,7 +311,8 @@ class Reproduction:
         if not results:
             raise MissingPartError(
                 "Naive and StandardRAG have not answered any of the sets, as the messages above say. Evaluate both "
-                "first with `arcaligner evaluate --methods naive,standard_rag`."
+                f"first: `arcaligner evaluate --tasks {','.join(FOUR)} --methods naive,standard_rag --output "
+                f"{self.settings.output}`, with `--data FOLDER` if the sets are in files."
             )
         picture = categories.draw_categories(results, METRIC_NAMES[metric])
         about = (

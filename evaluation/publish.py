@@ -190,8 +190,13 @@ def read_json(path: Path) -> dict[str, Any]:
 def write_part(page: Path, name: str, lines: list[str]) -> None:
     """Replace the part of a page between the marks of a name; the rest of the page is written by hand."""
     text, (start, end) = page.read_text(encoding="utf-8"), (mark.format(name) for mark in MARKS)
-    if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
-        raise ValueError(f"{page} lacks {start!r} followed by {end!r}, each once. Put both where the table belongs.")
+    numbers = text.count(start), text.count(end)
+    if numbers != (1, 1) or text.index(start) > text.index(end):
+        found = "them in the wrong order" if numbers == (1, 1) else "them {} and {} times".format(*numbers)
+        raise ValueError(
+            f"{page} should have the marks {start!r} and {end!r}, each once and in this order, but has {found}. Put "
+            "both where the table belongs, and remove others."
+        )
     block = "\n".join(lines).strip()
     write_atomically(page, f"{text.partition(start)[0]}{start}\n{block}\n{end}{text.partition(end)[2]}")
 
