@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,7 +110,8 @@ def test_push_is_one_commit(fake_hub, run_cli, folder, tmp_path):
     (line,) = re.findall("python -m arcaligner push.*", (ROOT / "README.md").read_text("utf-8"))
     ours = {"user/name": REPO, "checkpoints/mine": str(folder)}
     (folder / "refinement_arcaligner.py").unlink()  # code is that of the package
-    code, out, err = run_cli(*(ours.get(argument, argument) for argument in line.split()[3:]))
+    arguments = shlex.split(line, comments=True)[3:]
+    code, out, err = run_cli(*(ours.get(argument, argument) for argument in arguments))
     assert (code, out) == (0, f"https://hub/{REPO}\n"), err
     assert fake_hub.calls == ["create_repo", "create_commit"] and not fake_hub.private
     assert fake_hub.files.keys() == CHECKPOINT
