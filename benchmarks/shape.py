@@ -462,8 +462,12 @@ def find_device(name: str, dtype: torch.dtype) -> torch.device:
         )
     device = torch.device("cuda", device.index or 0)
     if device.index >= torch.cuda.device_count():
-        gpus = counted(torch.cuda.device_count(), "GPU")
-        raise ValueError(f"`--device` is {name!r}, but this machine has {gpus}, counted from 0. Pass a smaller number.")
+        last = torch.cuda.device_count() - 1
+        expected = f"cuda:0 to cuda:{last}" if last else "cuda:0"
+        raise ValueError(
+            f"`--device` is {name!r}, but this machine has {counted(last + 1, 'GPU')}; expected {expected}. Pass "
+            f"`--device cuda:{last}`."
+        )
     with torch.cuda.device(device):
         if dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
             raise ValueError(

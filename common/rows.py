@@ -42,7 +42,7 @@ def parse_source(source: str) -> tuple[str, dict[str, str | None]]:
     """A path or Hub id, and its options, with defaults for missing ones.
 
     Raises:
-        `ValueError`: an unknown option.
+        `ValueError`: an unknown option, or an option without a value.
 
     >>> parse_source("org/corpus?text=body")
     ('org/corpus', {'name': None, 'split': 'train', 'text': 'body', 'title': None})
@@ -50,10 +50,11 @@ def parse_source(source: str) -> tuple[str, dict[str, str | None]]:
     path, _, query = source.partition("?") if not os.path.exists(source) else (source, "", "")  # "What now?.txt"
     options = dict(pair.partition("=")[::2] for pair in query.split("&") if pair)
     unknown = sorted(set(options) - set(OPTIONS))
-    if unknown or "" in options.values():
+    empty = sorted(key for key, value in options.items() if not value)
+    if unknown or empty:
         raise ValueError(
-            f"The source {source!r} has {f'unknown options {unknown}' if unknown else 'an option without a value'}; "
-            f"expected path?key=value&key=value with keys of {sorted(OPTIONS)}."
+            f"The source {source!r} has {f'unknown options {unknown}' if unknown else f'no value for {empty}'}; "
+            f"expected path?key=value&key=value with keys of {sorted(OPTIONS)}. Correct it, or leave the option out."
         )
     return path, OPTIONS | options
 

@@ -311,14 +311,16 @@ class Reproduction:
         if not results:
             raise MissingPartError(
                 "Naive and StandardRAG have not answered any of the sets, as the messages above say. Evaluate both "
-                "first with `arcaligner evaluate --methods naive,standard_rag`."
+                f"first: `arcaligner evaluate --tasks {','.join(FOUR)} --methods naive,standard_rag --output "
+                f"{self.settings.output}`, with `--data FOLDER` if the sets are in files."
             )
         picture = categories.draw_categories(results, METRIC_NAMES[metric])
         about = (
             f"{METRIC_NAMES[metric]} decides which answers are right. TT: Naive and StandardRAG are both right; TF: "
             "only Naive; FT: only StandardRAG; FF: neither."
         )
-        lines = [about, "", *categories.categories_table(results), "", *footnote_of(sets, self.settings)]
+        note = footnote_of(sets, self.settings, has_f1=False)
+        lines = [about, "", *categories.categories_table(results), "", *note]
         return self.write("categories", TITLES["categories"], lines, picture)
 
     def ratios(self) -> Path:
@@ -355,9 +357,9 @@ class Reproduction:
             save_figure(self.folder / f"{name}.svg", gates.draw_trace(case, model.config.max_refinement_steps + 1))
             lines += [f"## Case {number}", "", f"![{case['question']}]({name}.svg)", "", *gates.trace_lines(case), ""]
         about = (
-            "Passes of a slot: `L0.` is one, `LL` two, `LLL` three. `traj` has an entry for each slot, in order; at "
-            f"layers without a `traj`, every slot takes one pass. Checkpoint: {Path(checkpoint).name}, in the gate "
-            f"mode `{model.config.gate_mode}`."
+            "`traj`, the paper's word, is the list of the passes of each slot at a layer: `L0.` is one pass, `LL` two, "
+            f"`LLL` three. At layers without a `traj`, every slot takes one pass. Checkpoint: "
+            f"{Path(checkpoint).name}, in the gate mode `{model.config.gate_mode}`."
         )
         return self.write("cases", TITLES["cases"], [about, "", *lines])
 
@@ -651,16 +653,19 @@ def costs(sets: dict[str, Any]) -> list[str]:
     return [*table("F1 (floor, retained), compression", method_titles(sets), sets, cell), *textwrap.wrap(note, 120), ""]
 
 
-def footnote_of(sets: dict[str, Any], settings: EvaluationSettings) -> list[str]:
-    """Markdown lines: what the numbers are of, and how far they may be off."""
+def footnote_of(sets: dict[str, Any], settings: EvaluationSettings, has_f1: bool = True) -> list[str]:
+    """Markdown lines: what the numbers are of and, if the part shows F1, how far it may be off."""
     intervals = [numbers["f1"] for numbers in _numbers(sets)]
     widths = [max(high - mean, mean - low) for mean, low, high in intervals]
     rows = [
         [title, entry["questions"], entry["passages"], f"{entry['recall'][0]:.0f}"] for title, entry in sets.items()
     ]
+    about_f1 = (
+        f"95 % bootstrap intervals of F1 extend up to {max(widths):.0f} points to either side. " if has_f1 else ""
+    )
     note = (
-        f"95 % bootstrap intervals of F1 extend up to {max(widths):.0f} points to either side. EM is non-strict: the "
-        f"share of answers that contain a gold answer. Measured on: {summarize(settings.output)['machine']}."
+        f"{about_f1}EM is non-strict: the share of answers that contain a gold answer. Measured on: "
+        f"{summarize(settings.output)['machine']}."
     )
     columns = ["Set", "Questions", "Passages", "Passages contain a gold answer, % of the questions"]
     return [*markdown_table(columns, rows), "", note]

@@ -52,19 +52,25 @@ COMPARED = (
     ("**slots, two tokens each**", "arcaligner"),
     ("the whole text, after fine-tuning on questions with their text", "full_text_lora"),
 )
-# Of the README's table, by compression: what the model is given, tokens per position, the method, and the timed arms of
+# Of the README's table, by compression: what the model is given, the compression, the method, and the timed arms of
 # `latency.json` and `kept.json`. Copy-biased decoding is on where it helps, which is everywhere except for whole text.
 README_ROWS = (
     ("whole text, not fine-tuned", "1", "standard_rag", "text", "text_same_set"),
     ("whole text, fine-tuned", "1", "full_text_lora", "text", "text_same_set"),
     ("only the first half of the text, fine-tuned", "2", "truncated_copying_x2", None, None),
     ("**slots** of one or two passages (default)", "2", "as_needed", None, "slots_x2_top_ranked"),
-    ("**slots** of all passages", "2", "arcaligner", 2, "slots_x2"),
+    ("**slots** of all passages, not weighted", "2", "arcaligner", 2, "slots_x2"),
     ("only the first quarter of the text, fine-tuned", "4", "truncated_copying_x4", None, None),
-    ("**slots** of all passages", "4", "arcaligner_x4", 4, "slots_x4"),
+    ("**slots** of all passages, not weighted", "4", "arcaligner_x4", 4, "slots_x4"),
     ("only the first eighth of the text, fine-tuned", "8", "truncated_copying_x8", None, None),
-    ("**slots** of all passages", "8", "arcaligner_x8", 8, "slots_x8"),
-    ("**slots** of all passages", "a sentence", "arcaligner_xsegment", "segment", "slots_xsegment"),
+    ("**slots** of all passages, not weighted", "8", "arcaligner_x8", 8, "slots_x8"),
+    (
+        "**slots** of all passages, not weighted",
+        "a sentence in a slot",
+        "arcaligner_xsegment",
+        "segment",
+        "slots_xsegment",
+    ),
 )
 ANSWERS_PER_SET = 13
 # Parts of the paper whose pages are in `docs/paper.md` as `reproduce` writes them. Others come from the results.
@@ -190,8 +196,13 @@ def read_json(path: Path) -> dict[str, Any]:
 def write_part(page: Path, name: str, lines: list[str]) -> None:
     """Replace the part of a page between the marks of a name; the rest of the page is written by hand."""
     text, (start, end) = page.read_text(encoding="utf-8"), (mark.format(name) for mark in MARKS)
-    if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
-        raise ValueError(f"{page} lacks {start!r} followed by {end!r}, each once. Put both where the table belongs.")
+    numbers = text.count(start), text.count(end)
+    if numbers != (1, 1) or text.index(start) > text.index(end):
+        found = "the second first" if numbers == (1, 1) else "{} of the first and {} of the second".format(*numbers)
+        raise ValueError(
+            f"{page} should have the marks {start!r} and {end!r}, each once and in this order, but has {found}. Put "
+            "both where the table belongs, and remove others."
+        )
     block = "\n".join(lines).strip()
     write_atomically(page, f"{text.partition(start)[0]}{start}\n{block}\n{end}{text.partition(end)[2]}")
 
@@ -230,8 +241,8 @@ def answers_page(run: Path, threshold: float, no_answer: str) -> str:
         "one than the expected. 100 means the same words, apart from case, punctuation and articles.",
         "- *Answerability*, from 0 to 1, is an estimate of how likely it is that the passages contain an answer. It is "
         "not the chance that the answer is right.",
-        f'- "abstains" means that with `min_confidence={threshold}` the answer would be "{no_answer}", because the '
-        "answerability is lower. The table shows the answer that the model gives without this setting.",
+        f'- *Abstains*: "yes" means that with `min_confidence={threshold}` the answer would be "{no_answer}", because '
+        "the answerability is lower. *Answer* and *F1* are those without this setting.",
     )
     lines = [line for text in intro for line in _wrapped(text)]
     for file in answer_files(run):
@@ -240,9 +251,11 @@ def answers_page(run: Path, threshold: float, no_answer: str) -> str:
             for row in sorted(file.read(), key=lambda row: row["id"])[:ANSWERS_PER_SET]:
                 texts = row["question"], (row["answers"] or ["(not in the passages)"])[0], row["prediction"]
                 shown = (_MARKDOWN.sub(r"\\\1", printable(" ".join(text.split()))) for text in texts)
-                estimate = ("abstains, " if row["answerability"] < threshold else "") + f"{row['answerability']:.2f}"
-                cells.append([*shown, f"{100 * row['f1']:.0f}" if row["answers"] else "-", estimate])
-            table = markdown_table(["Question", "Expected", "Answer", "F1", "Answerability"], cells)
+                score = f"{100 * row['f1']:.0f}" if row["answers"] else "-"
+                abstains = "yes" if row["answerability"] < threshold else "no"
+                cells.append([*shown, score, f"{row['answerability']:.2f}", abstains])
+            abstention = f"Abstains with `min_confidence={threshold}`?"
+            table = markdown_table(["Question", "Expected", "Answer", "F1", "Answerability", abstention], cells)
             lines += ["", f"## {TASKS[file.task].title}", "", *table]
     return "\n".join([*lines, ""])
 
@@ -292,24 +305,37 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], cached: dict[
             [description, tokens, *("-" if mean is None else f"{mean:.1f}" for mean in f1(method)), new, again, memory]
         )
     passages = " / ".join(map(str, SHORT_PASSAGES))
-    columns = ["The model is given", "Tokens per position", *(f"F1: {title}" for title in README_SETS.values())]
+    columns = ["The model is given", "Compression", *(f"F1: {title}" for title in README_SETS.values())]
     columns += [f"First token: {passages} passages, ms", f"First token: {passages} cached passages, ms"]
     columns.append(f"Cache of {passages} passages, MiB")
     counts = " to ".join(map(str, sorted({entry["questions"] for entry in sets.values()})))
     lengths = [entry["methods"]["full_text_lora"]["context_tokens"] for entry in sets.values()]
     new_tokens = " / ".join(f"{find_size(latency, k, default_compression)['text_tokens']:,.0f}" for k in SHORT_PASSAGES)
     lost = [loss for loss in map(loss_without_copying, ("", "_x4")) if loss is not None]
+    gains = [
+        f"{title} {free:.1f} -> {copied:.1f}"
+        for title, free, copied in zip(README_SETS.values(), f1("full_text_lora"), f1("full_text_copying"), strict=True)
+        if copied is not None
+    ]
+    copied = (
+        f", because there the bonus lowers F1 on most sets (fine-tuned reader: {', '.join(gains)})" if gains else ""
+    )
+    about = (
+        "A row combines measurements of different prompts. F1 comes from questions with one or two passages, which "
+        f"together have {min(lengths):.0f} to {max(lengths):.0f} tokens on average, depending on the set. Times and "
+        f"the size of the cache come from prompts with {passages} passages ({new_tokens} tokens as text)."
+    )
     notes = [
-        "**Tokens per position**: how many tokens of text one position of the prompt represents, for the passages that "
-        "are used. The first half of a text takes half as many positions as the whole text, so its number is 2, too.",
-        f"**F1** is in percent, measured on {counts} questions of each set{fewer_questions(sets)}. Depending on the "
-        f"set, all passages of a question together have {min(lengths):.0f} to {max(lengths):.0f} tokens on average.",
+        "**Compression** is how many times fewer positions the used passages take than their whole text. At 2, slots "
+        "replace two tokens each, and of truncated text only the first half is given.",
+        "**All passages, not weighted**: the model attends to all passages of the question alike. Users who set "
+        "`max_passages` to two or more get [weighted](docs/extensions.md#which-passages-are-used) passages instead.",
+        f"**F1** is in percent, measured on {counts} questions of each set{fewer_questions(sets)}.",
         "**Fine-tuned**: the base model has a LoRA that was trained on 4,000 questions with the whole text of their "
         "passages. We call it the *fine-tuned reader*. Its times were not measured separately: they are those of the "
         "base model.",
-        f"**First token** is the time from the question to the first token of the answer; less is better. The prompt "
-        f"with the text of {passages} passages has {new_tokens} tokens. Times were measured in float32 on "
-        f"{latency['machine']['cores']} CPU cores, and slots were encoded beforehand.",
+        f"**First token** is the time from the question to the first token of the answer; less is better. Times were "
+        f"measured in float32 on {latency['machine']['cores']} CPU cores, and slots were encoded beforehand.",
         f"**Cached passages** have {cached['tokens_per_passage']:.0f} tokens on average. Their keys and values were "
         f"computed before the question, too, and are stored in {cached['dtype']}. For whole text this is an ordinary "
         "prefix cache, which serves only the same passages in the same order. Slots are cached for each passage "
@@ -324,14 +350,15 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], cached: dict[
         f"passages {cached['machine']['cpu']}), so compare times within one column only.",
         "**Copy-biased decoding.** In the rows with slots, and with only a part of the text, tokens that continue a "
         "span of the passages get a bonus (`copy_bonus`) while the answer is generated. In the rows with the whole "
-        "text they do not." + (f" With `copy_bonus=0` the F1 of slots is {', and '.join(lost)}." if lost else ""),
+        f"text they do not{copied}."
+        + (f" With `copy_bonus=0` the F1 of slots is {', and '.join(lost)}." if lost else ""),
     ]
     shown = [
         line
         for note in notes
         for line in textwrap.wrap(f"- {note}", 120, subsequent_indent="  ", break_on_hyphens=False)  # links stay whole
     ]
-    return [*markdown_table(columns, rows), "", *shown]
+    return [*textwrap.wrap(about, 120), "", *markdown_table(columns, rows), "", *shown]
 
 
 def fewer_questions(sets: dict[str, Any]) -> str:

@@ -64,13 +64,13 @@ def parse_ranking(reply: str, count: int) -> list[int]:
     """
     numbers = [int(number) for number in _NUMBER.findall(reply)]
     if not numbers:
-        raise WrongListError("no numbers of passages")
+        raise WrongListError("the reply names no passage")
     if any(not 1 <= number <= count for number in numbers):
-        raise WrongListError("a number that belongs to no passage")
+        raise WrongListError("the reply has a number that belongs to no passage")
     if len(set(numbers)) < len(numbers):
-        raise WrongListError("a passage named twice")
+        raise WrongListError("the reply names a passage twice")
     if len(numbers) < count:
-        raise WrongListError("a passage left out")
+        raise WrongListError("the reply leaves out a passage")
     return [number - 1 for number in numbers]
 
 
@@ -102,7 +102,7 @@ def listwise(endpoint: ChatEndpoint) -> Reranker:
         replies = ask([listwise_prompt(*pair) for pair in zip(questions, passages, strict=True)])
         for reply, ranked in zip(replies, passages, strict=True):
             try:
-                yield parse_ranking(reply, len(ranked)) if reply is not None else WrongListError("no reply")
+                yield parse_ranking(reply, len(ranked)) if reply is not None else WrongListError("there is no reply")
             except WrongListError as error:
                 yield error
 

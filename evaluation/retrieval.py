@@ -202,9 +202,9 @@ def retrieve(
     write_file(output / f"{name}.jsonl.gz", [_plain(row) for row in after])
     wrong = Counter(by_id[row["id"]]["problem"] for row in rows if "problem" in by_id[row["id"]])
     if wrong:
-        reasons = ", ".join(f"{reason}: {count}" for reason, count in sorted(wrong.items()))
+        reasons = ", ".join(f"{reason} ({count})" for reason, count in sorted(wrong.items()))
         logger.warning(
-            "%s: %d of %d rankings by %s are not usable, so these questions keep the retriever's order (%s)",
+            "%s: %d of %d rankings by %s are not usable, so these questions keep the retriever's order. Reasons: %s",
             *(name, wrong.total(), len(rows), settings.reranker, reasons),
         )
     return after, {

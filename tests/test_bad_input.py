@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from safetensors.torch import load_file, save_file
 from test_training_properties import SETTINGS, save_base_model
 from tiny_models import ENCODER_HIDDEN_SIZE, VOCAB_SIZE, backbone_config, collate, random_rows, tiny_aligner
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationConfig
 
 from arcaligner.configuration_arcaligner import ArcAlignerConfig
 from arcaligner.loading_arcaligner import AlignerMixin
@@ -150,7 +150,7 @@ def test_late_slots_are_refused(model):
         model(**GOOD, past_key_values=cache, use_cache=True)
         keys = cache.layers[0].keys.clone()
         for call in (model, model.model):
-            with pytest.raises(ValueError, match=r"(?s)slots after 8 cached tokens.*only the text"):
+            with pytest.raises(ValueError, match=r"(?s)slots after 8 cached tokens.*only the tokens after"):
                 call(**second, past_key_values=cache, use_cache=True)
         both = {name: torch.cat([GOOD[name], second[name]], dim=1) for name in GOOD}
         for more in (both, both | {"context_embeds": second["context_embeds"]}, {"input_ids": both["input_ids"]}):
@@ -159,6 +159,8 @@ def test_late_slots_are_refused(model):
     assert torch.equal(cache.layers[0].keys, keys)
     with pytest.raises(ValueError, match=r"(?s)`prefill_chunk_size`.*chunks.*Leave it out"):
         model.generate(**GOOD, prefill_chunk_size=4, max_new_tokens=2)
+    with pytest.raises(ValueError, match="`prefill_chunk_size` is 4.* Set it to None in the generation config"):
+        model.generate(**GOOD, generation_config=GenerationConfig(prefill_chunk_size=4, max_new_tokens=2))
 
 
 # Adapters and configurations

@@ -231,11 +231,11 @@ def test_processor_loads_without_config(checkpoint_dir, processor, monkeypatch):
             {"text": "a", "documents": [{"title": "no text"}]},
             r"\['title'\] and a `text` of type NoneType; expected",
         ),
-        ({"text": ["a", "b"], "documents": [["One."]]}, "Got 2 questions but 1 entries of `documents`"),
+        ({"text": ["a", "b"], "documents": [["One."]]}, "`documents` has length 1; expected 2"),
         ({"text": "a", "context_embeds": np.zeros((2, 3))}, rf"shape \(2, 3\); expected .*{ENCODER_WIDTH}"),
         ({"text": "a", "context_embeds": np.full((1, ENCODER_WIDTH), np.nan)}, "NaN or infinite"),
         ({"text": "a", "documents": ["One."], "context_embeds": np.zeros((1, ENCODER_WIDTH))}, "Got both `documents`"),
-        ({"text": ["a"], "context_embeds": torch.tensor(0.0)}, "Got 1 questions but 0 entries of `context_embeds`"),
+        ({"text": ["a"], "context_embeds": torch.tensor(0.0)}, "`context_embeds` is a single value of type Tensor"),
         ({"text": "a", "documents": {"One."}}, r"`documents` of row 0 is {'One.'}; expected a list of strings"),
     ],
 )

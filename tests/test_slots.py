@@ -369,5 +369,5 @@ def test_an_encoder_brings_no_code(encoder_dir, tmp_path, name, content):
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_text(json.dumps(content))
     (folder / "own.py").write_text("raise AssertionError('run')")
-    with pytest.raises(ValueError, match=f"{name} names the class 'own.Module'; expected one of sentence_transformers"):
+    with pytest.raises(ValueError, match=f"{name} names the class 'own.Module'; expected a class of the package"):
         assert SentenceEncoder(str(folder)).model

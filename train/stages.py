@@ -129,7 +129,8 @@ def _read_device_keys(folder: Path, device: str | None) -> dict[str, dict[str, A
     if not path.is_file():
         raise ValueError(
             f"The recipe {folder.name} has no {path.name}, so it has no values for `--device {device}`. Leave "
-            "`--device` out. Comments in the recipe name the device that its values are for."
+            "`--device` out: then training uses a GPU if there is one, unless the recipe has `use_cpu: true`. In that "
+            "case add `-- --use_cpu false` to train on a GPU."
         )
     keys = yaml.safe_load(path.read_text(encoding="utf-8"))
     refuse_unknown(str(path), keys, ["every_stage", *(path.stem for path in folder.glob(STAGE_FILES))])

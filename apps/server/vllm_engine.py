@@ -420,7 +420,8 @@ class VllmEngine(Engine):
         if reason not in ("stop", "length"):
             self._is_checked = False
             raise UnavailableError(
-                f"vLLM ended this answer with {reason!r}; expected 'stop' or 'length'. The log of vLLM has the reason."
+                f"vLLM ended this answer with {reason!r}; expected 'stop' or 'length'. Try again; if that fails, ask "
+                "the operator of this server for the reason, which is in the log of vLLM."
             )
         answerability = await asyncio.wrap_future(score)
         num_prompt, num_generated = len(body["prompt"]), usage.get("completion_tokens", 0)

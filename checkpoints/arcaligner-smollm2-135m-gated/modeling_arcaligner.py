@@ -1373,8 +1373,8 @@ def check_slots_after_cache(
     else:
         return
     raise ValueError(
-        f"The input has slots after {cache.get_seq_length()} cached tokens, but {reason}. Start with an empty cache, "
-        "or pass only the text after slots that are in the cache."
+        f"The input has slots after {cache.get_seq_length()} cached tokens, but {reason}. Start with an empty cache. "
+        "If these slots are already in the cache, pass only the tokens after them."
     )
 
 
@@ -1514,10 +1514,12 @@ class SlotGenerationMixin(GenerationMixin):
                     "in `past_key_values`. Pass these settings to `prepare` of the passage cache instead."
                 )
         generation_config = kwargs.get("generation_config") or self.generation_config
-        if kwargs.get("prefill_chunk_size", generation_config.prefill_chunk_size) is not None:
+        chunk_size = kwargs.get("prefill_chunk_size", generation_config.prefill_chunk_size)
+        if chunk_size is not None:
+            where = "Leave it out" if "prefill_chunk_size" in kwargs else "Set it to None in the generation config"
             raise ValueError(
-                "`prefill_chunk_size` is set, but a prompt with slots cannot be prefilled in chunks: slots are refined "
-                "together with all text before them. Leave it out; a compressed prompt is short."
+                f"`prefill_chunk_size` is {chunk_size}, but a prompt with slots cannot be prefilled in chunks: slots "
+                f"are refined together with all text before them. {where}; a compressed prompt is short."
             )
         if (passage_prior := kwargs.pop("passage_prior", None)) is not None:
             kwargs["slot_bias"] = self.slot_bias(input_ids, kwargs.get("context_passage_ids"), passage_prior)
@@ -1575,12 +1577,13 @@ class _CandidatesBlindToSlots(CandidateGenerator):
 
 
 def check_finite(logits: torch.Tensor) -> None:
-    """Refuse `logits` (batch, kept, vocab_size) of a prompt that are not finite at the last position."""
+    """Raise `ValueError` for float16 `logits` (batch, kept, vocab_size) of a prompt that are not finite at the last
+    position."""
     if not torch.isfinite(logits[:, -1]).all():
         raise ValueError(
-            "The logits contain NaN or infinite values; expected finite ones. Values above 65,504 overflow in float16. "
-            "Load the model with `dtype=torch.bfloat16` or `torch.float32`; if that does not help, check "
-            "`context_embeds`."
+            "The logits contain NaN or infinite values; expected finite ones. The model computes in float16, where "
+            "values above 65,504 overflow. Load the model with `dtype=torch.bfloat16` or `torch.float32`; if that does "
+            "not help, check `context_embeds` for values that are NaN, infinite or very large."
         )
 
 

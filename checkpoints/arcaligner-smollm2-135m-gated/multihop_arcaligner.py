@@ -97,8 +97,8 @@ def pair_features(
     3. The share of the question's names that both passages together have.
     4. The number of names that both passages have and the question does not, divided by the geometric mean of their
        numbers of names.
-    5. The larger of two shares: of each title, the words that the other passage has, but neither its title nor the
-       question.
+    5. The larger of two shares, each of all words of a title: those that the other passage has, but neither its title
+       nor the question.
     6. The sum of the shares of both titles that are in the question.
     """
     common = stop_words(spacy_model)

@@ -98,8 +98,8 @@ def _check_encoder_classes(folder: Path) -> None:
             for name in chain.from_iterable(names):
                 if name is not None and not str(name).startswith("sentence_transformers."):
                     raise ValueError(
-                        f"{path} names the class {name!r}; expected one of sentence_transformers, because the code of "
-                        "an encoder is never run. Use an encoder without custom code."
+                        f"{path} names the class {name!r}; expected a class of the package sentence_transformers, "
+                        "because the code of an encoder is never run. Use an encoder without custom code."
                     )
 
 
@@ -591,12 +591,13 @@ def _entries_of_questions(convert: Callable, entries, name: str, is_single: bool
     """The entry of each of `num_questions` questions, converted by `convert`."""
     try:
         values = [entries] if is_single or isinstance(entries, str | dict) else list(entries)
-    except TypeError:  # a number, or a tensor without dimensions
-        values = []
-    if len(values) != num_questions:
+    except TypeError as error:  # a number, or a tensor without dimensions
         raise ValueError(
-            f"Got {num_questions} questions but {len(values)} entries of {name}; expected one for each question."
-        )
+            f"{name} is a single value of type {type(entries).__name__}; expected a list with an entry for each "
+            f"question, so of length {num_questions}."
+        ) from error
+    if len(values) != num_questions:
+        raise ValueError(f"{name} has length {len(values)}; expected {num_questions}, an entry for each question.")
     return [convert(row, f"{name} of row {number}") for number, row in enumerate(values)]
 
 

@@ -102,14 +102,16 @@ def trace(ask: ArcAlignerPipeline, row: Row, **settings: Any) -> dict[str, Any]:
     Answer a question, and record the loops of its slots.
 
     Returns:
-        `dict` with `question`, `answer`, `gold`, `segments` (the text of each slot, and its characters) and
-        `trajectories` (for each layer the loops of each slot, as the paper writes them).
+        `dict` with `question`, `answer`, `gold`, `evidence` (the number of the segment with the evidence, from 1, or
+        None if it is not known), `segments` (the text of each slot, and its characters) and `trajectories` (for each
+        layer the loops of each slot, as the paper writes them).
     """
     record = ask({"question": row["question"], "documents": row["passages"]}, return_slots=True, **settings)[0]
     return {
         "question": row["question"],
         "answer": record["generated_text"].strip(),
         "gold": row["answers"],
+        "evidence": row.get("evidence"),
         "segments": record["segments"],
         "trajectories": record["trajectories"],
     }
@@ -134,8 +136,10 @@ def draw_trace(case: dict[str, Any], max_loops: int) -> Figure:
 
 
 def trace_lines(case: dict[str, Any]) -> list[str]:
-    """Markdown lines: the text of each slot, and the `traj` of each layer that loops, as in the paper."""
+    """Markdown lines: the text of each slot, which slot takes the most passes, and the `traj` of each layer that loops,
+    as in the paper."""
     lines = [f"**Question.** {one_line(case['question'], TITLE_WIDTH)}", ""]
+    lines += ["**Sentences**, with the paper's misprints. Each is a slot:", ""]
     lines += [f"{number}. {one_line(segment['text'], 300)}" for number, segment in enumerate(case["segments"], start=1)]
     lines += ["", f"**Answer.** {one_line(case['answer'], TITLE_WIDTH)} (gold: {' / '.join(case['gold'])})", ""]
     looping = [
@@ -143,7 +147,17 @@ def trace_lines(case: dict[str, Any]) -> list[str]:
         for layer, passes in enumerate(case["trajectories"])
         if any(slot.count("L") > 1 for slot in passes)
     ]
-    return [*lines, *(looping or ["All slots take one pass, `L0.`, at all layers."])]
+    if not looping:
+        return [*lines, "All slots take one pass, `L0.`, at all layers."]
+    passes_of_slots = [sum(slot.count("L") for slot in slots) for slots in zip(*case["trajectories"], strict=True)]
+    most = max(passes_of_slots)
+    largest = " and ".join(str(number) for number, passes in enumerate(passes_of_slots, start=1) if passes == most)
+    found = f"Over all layers, sentence {largest} takes the most passes, {most}."
+    if case["evidence"] is not None:
+        number = case["evidence"]
+        found += f" The evidence is in sentence {number}, which takes {passes_of_slots[number - 1]}."
+    order = "**Passes** of the slots at each layer with extra passes, in the order of the sentences:"
+    return [*lines, found, "", order, "", *looping]
 
 
 def one_line(text: str, width: int) -> str:

@@ -35,8 +35,9 @@ def first_token_table(report: dict[str, Any]) -> list[str]:
     titles.insert(list(ARM_TITLES).index("off") + 1, "Slots, encoding included, ms")
     lines = markdown_table(["Passages", "Tokens of the prompt as text", "Tokens per slot", "Slots", *titles], rows)
     note = (
-        "In brackets: how many times faster than text. Times and ratios are medians of the rounds; with encoding "
-        "included, the ratio is that of the medians. One question at a time, "
+        "In brackets: how many times faster than text. Each time is the median of several rounds. Each ratio is the "
+        "median of the ratios of the rounds, except with encoding included: there it is the ratio of the two medians. "
+        "One question at a time, "
         f"{report['model']}, encoder in {report['encoder_dtype']}; {machine_line(report['machine'])}."
     )
     return [*lines, "", *textwrap.wrap(note, 120)]

@@ -155,7 +155,7 @@ def test_unusable_devices_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
-    with pytest.raises(ValueError, match="`--device` is 'cuda:1', but this machine has 1 GPU, counted"):
+    with pytest.raises(ValueError, match="`--device` is 'cuda:1', but this machine has 1 GPU; expected cuda:0"):
         find_device("cuda:1", torch.float32)
     with pytest.raises(ValueError, match="Tesla T4 has no bfloat16. Pass `--dtype float16`"):
         find_device("cuda", torch.bfloat16)

@@ -209,5 +209,7 @@ def test_all_leaves_out_by_name(make, caplog):
     assert pictures == {"backbones", "gates", "categories", "ratios", "case_1", "case_2", "case_3"}
     cases = (folder / "cases.md").read_text(encoding="utf-8")
     assert "In what country is Toronto Northwest?" in cases and "`traj = [" in cases and "LL" in cases
+    assert "The evidence is in sentence 2" in cases.split("## Case 2")[0]
+    assert "intervals of F1" not in (folder / "categories.md").read_text(encoding="utf-8")  # it shows no F1
     with pytest.raises(ValueError, match="no part 'table4' of the paper; expected one of table1"):
         reproduce("table4", make())

@@ -55,7 +55,7 @@ def test_wrong_marks_are_refused(tmp_path, checkpoint_dir):
     """A page without both marks of a part, and a run of other weights, are refused."""
     for text in ("none", "{1}{0}", "{0}{0}{1}"):
         (page := tmp_path / "page.md").write_text(text.format(*(mark.format("a") for mark in MARKS)))
-        with pytest.raises(ValueError, match=r"lacks .*each once"):
+        with pytest.raises(ValueError, match=r"each once and in this order, but has"):
             write_part(page, "a", ["new"])
     write_answers(tmp_path, "squad", "naive", [{}])
     check_weights(tmp_path, checkpoint_dir)
@@ -159,9 +159,9 @@ def test_answers_page_shows_abstentions(tmp_path):
     page = answers_page(tmp_path, 0.5, "not in the text")
     lines = [line for line in page.splitlines() if line.startswith("| Who")]
     cells = r"| Who \| what? | an\\x1b\[1m answer | a b | 50 | "
-    assert lines[:13] == [f"{cells}{1 - number / 50:.2f} |" for number in range(13)]
+    assert lines[:13] == [f"{cells}{1 - number / 50:.2f} | no |" for number in range(13)]
     start = r"| Who \| what? | (not in the passages) | a b | - | "
-    assert lines[13:] == [f"{start}abstains, 0.25 |", f"{start}0.75 |"]
+    assert lines[13:] == [f"{start}0.25 | yes |", f"{start}0.75 | no |"]
     assert 'with `min_confidence=0.5` the answer would be "not in the text"' in " ".join(page.split())
 
 

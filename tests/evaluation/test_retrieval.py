@@ -81,11 +81,11 @@ def test_recall_counts_first_passages():
 def test_ranking_names_each_passage_once():
     assert parse_ranking("Sure: [3] > [1] > [2].", 3) == [2, 0, 1]
     wrong = {
-        "I cannot": "no numbers of passages",
-        "[4] > [1] > [2]": "a number that belongs to no passage",
-        "[1] > [1] > [2]": "a passage named twice",
+        "I cannot": "the reply names no passage",
+        "[4] > [1] > [2]": "the reply has a number that belongs to no passage",
+        "[1] > [1] > [2]": "the reply names a passage twice",
     }
-    for reply, reason in (wrong | {"[1] > [3]": "a passage left out"}).items():
+    for reply, reason in (wrong | {"[1] > [3]": "the reply leaves out a passage"}).items():
         with pytest.raises(WrongListError, match=f"^{reason}$"):
             parse_ranking(reply, 3)
 
@@ -103,8 +103,14 @@ def test_wrong_lists_are_counted(pool, encoder_dir, tmp_path, monkeypatch, caplo
     settings = RetrievalSettings([pool], str(encoder_dir), "listwise:judge", num_candidates=3)
     with caplog.at_level(logging.WARNING):
         rows, report = retrieval.retrieve(settings, "nq", ROWS, tmp_path / "out")
-    assert report["wrong_lists"] == {"a passage named twice": 1, "no reply": 1, "no numbers of passages": 1}
-    assert "nq: 3 of 4 rankings by listwise:judge" in caplog.text and "a passage named twice: 1" in caplog.text
+    assert report["wrong_lists"] == {
+        "the reply names a passage twice": 1,
+        "there is no reply": 1,
+        "the reply names no passage": 1,
+    }
+    assert (
+        "nq: 3 of 4 rankings by listwise:judge" in caplog.text and "the reply names a passage twice (1)" in caplog.text
+    )
     unordered = RetrievalSettings([pool], str(encoder_dir), num_candidates=3)
     plain, _ = retrieval.retrieve(unordered, "nq", ROWS, tmp_path / "plain")
     first = plain[0]["passages"]

@@ -31,6 +31,7 @@ import json
 import logging
 import os
 import re
+import reprlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -174,13 +175,15 @@ def check_slots(slots: Any) -> list[Header]:
     """The headers of the files of a request.
 
     Raises:
-        `ValueError`: `slots` is not a list of files with their numbers of slots, or the files do not belong together.
+        `ValueError`: `slots` is not a list of pairs of a file's key and a number of slots, or the files do not belong
+            together.
     """
     is_list = isinstance(slots, list) and slots and all(isinstance(pair, list) and len(pair) == 2 for pair in slots)
     if not is_list or not all(type(count) is int and count >= 0 for _, count in slots):
         raise ValueError(
-            "`slots` is not a list of files; expected [[KEY, number of slots], ...], with the file of the text before "
-            "the passages first."
+            f"`slots` is {reprlib.repr(slots)}; expected [[KEY, number of slots], ...]. A KEY is the name of a file in "
+            "the folder ARCALIGNER_PASSAGES without .safetensors, and a number is 0 or more. Put the file of the text "
+            "before the passages first."
         )
     headers = [read_header(key) for key, _ in slots]
     first = headers[0]
@@ -416,10 +419,13 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
                 f"The base model has layers of the kinds {specs}; expected only layers that attend to all positions. "
                 "Use a base model without a sliding window."
             )
-        if "rope_theta" not in rope or rope.get("rope_type", "default") in LENGTH_DEPENDENT:
+        rope_type = rope.get("rope_type", "default")
+        if "rope_theta" not in rope or rope_type in LENGTH_DEPENDENT:
+            wrong = f"`rope_type` {rope_type!r}" if rope_type in LENGTH_DEPENDENT else "no `rope_theta`"
             raise ValueError(
-                f"The base model's RoPE is {rope}; expected one that does not depend on the length of a prompt. Use a "
-                "base model with such a RoPE."
+                f"`rope_parameters` of the base model has {wrong}; expected a `rope_theta`, and a `rope_type` whose "
+                f"angles do not depend on the length of a prompt (not {' or '.join(LENGTH_DEPENDENT)}). Use a base "
+                "model with such a RoPE."
             )
         if (policy := self._kv_transfer_config.kv_load_failure_policy) != "fail":
             raise ValueError(

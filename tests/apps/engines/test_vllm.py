@@ -122,7 +122,7 @@ def test_invalid_requests_are_never_answered(reference, run_vllm):
     (long,) = cache.prefix_files("Who?", [row["passages"][0] for row in reference.rows], tokens_per_slot=2)
     bad = {
         "does not exist": good | {"kv_transfer_params": {"slots": [body[0], ["a" * 64, 3]]}},
-        "is not a list of files": good | {"kv_transfer_params": {"slots": []}},
+        "`slots` is []; expected": good | {"kv_transfer_params": {"slots": []}},
         "`prompt_logprobs`": good | {"sampling": {"prompt_logprobs": 1}},
         "maximum": slots_request(long) | {"prompt": [0] * LENGTH, "max_tokens": 4},
         "cache_salt": good | {"cache_salt": "mine"},

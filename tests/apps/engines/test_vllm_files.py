@@ -256,10 +256,10 @@ def test_mismatched_requests_are_refused(files, aligner, folder, monkeypatch):
         )
     )
     for pairs, message in (
-        (None, "is not a list of files"),
-        ([], "is not a list of files"),
-        ([["a" * 64]], "is not a list of files"),
-        ([[body[0][0], True]], "is not a list of files"),
+        (None, "`slots` is None; expected"),
+        ([], r"`slots` is \[\]; expected"),
+        ([["a" * 64]], r"`slots` is \[\[\'a.*a\'\]\]; expected"),
+        ([[body[0][0], True]], "`slots` is .* True.*; expected"),
         ([["../../secret", 1]], "is not the key of a precomputed passage"),
         ([body[0], [body[1][0], body[1][1] + 1]], "`slots` asks for"),
         (body[1:], "`slots` is in the wrong order"),
@@ -318,12 +318,15 @@ def test_lora_on_text_is_refused(processor, folder):
         ({"guard": None}, "Start it with `--logits-processors"),
         ({"spec": Spec(BLOCK, sliding_window=64)}, "expected only layers that attend to all positions"),
         ({"spec": SimpleNamespace()}, "expected only layers that attend to all positions"),
-        ({"config": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}}, "does not depend on the"),
+        (
+            {"config": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}},
+            "has `rope_type` 'dynamic'; expected",
+        ),
         (
             {"config": {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}},
-            "does not depend on the",
+            "has `rope_type` 'longrope'; expected",
         ),
-        ({"config": {"rope_parameters": None}}, "does not depend on the"),
+        ({"config": {"rope_parameters": None}}, "has no `rope_theta`; expected"),
     ],
 )
 def test_unsuitable_engines_are_refused(connect, changes, message):
