@@ -64,7 +64,7 @@ class ChatEndpoint:
             completion = client.chat.completions.create(model=self.model, messages=[message], **greedy)
             return completion.choices[0].message.content or ""
         except openai.APITimeoutError:
-            problem = f"no reply within {self.timeout:g} seconds"
+            problem = f"it took longer than {self.timeout:g} seconds"
         except openai.APIConnectionError as error:
             raise ConnectionError(
                 f"The endpoint {self.url} cannot be reached ({error.__cause__}). Start the server, or choose another "
@@ -80,5 +80,5 @@ class ChatEndpoint:
             ) from error
         except (openai.OpenAIError, ValueError, TypeError, LookupError, AttributeError) as error:
             problem = f"no chat completion ({type(error).__name__}: {error})"
-        logger.warning("%s gave no reply: %s", self.model, problem)
+        logger.warning("A request to %s failed: %s", self.model, problem)
         return None

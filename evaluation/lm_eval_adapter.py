@@ -70,8 +70,8 @@ class ArcAlignerLM(LM):
 
 
 _ANSWERS_ONLY = (
-    "The aligner answers questions about documents (`output_type: generate_until`) and gives no likelihoods. Without "
-    "documents it is its backbone, which `lm_eval --model hf --model_args pretrained=BACKBONE` measures."
+    "The aligner answers questions about documents (`output_type: generate_until`) and gives no likelihoods. To "
+    "measure its base model without documents, run `lm_eval --model hf --model_args pretrained=NAME` with its name."
 )
 
 
@@ -83,7 +83,7 @@ def parse_prompt(prompt: str) -> Row:
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
             f'The prompt is {prompt[:80]!r}; expected JSON, {{"question": str, "documents": [{{"title", "text"}}]}}, '
-            f"as the tasks of evaluation/{TASKS_DIRECTORY.name} write it. {_ANSWERS_ONLY}"
+            f"which the tasks in evaluation/{TASKS_DIRECTORY.name} write. Choose one of these tasks. {_ANSWERS_ONLY}"
         ) from error
 
 

@@ -112,8 +112,9 @@ def wrong_passages(rows: list[Row], title: str) -> list[Row]:
         wrong = (other["passages"] for other in others if other["passages"] and _is_wrong(row, texts, other))
         if (passages := next(wrong, None)) is None:
             raise ValueError(
-                f"{title}: no other of the {len(rows)} questions has passages without an answer to {row['question']!r}."
-                " Ask more questions (`-n`), or leave out `--floor`."
+                f"{title}: the floor needs passages of another question that do not answer {row['question']!r}, but "
+                f"those of the other {len(rows) - 1} questions all contain an answer or are its own passages. Ask "
+                "more questions (`-n`), or leave out `--floor`."
             )
         changed.append(row | {"passages": passages})
     return changed

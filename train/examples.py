@@ -204,8 +204,8 @@ def _check_columns(source: str, columns: Collection[str], options: dict[str, str
     if missing := [options[key] for key in ("text", "title") if options[key] and options[key] not in columns]:
         raise ValueError(
             f"{source} has the columns {sorted(columns)}, but not {missing}. Expected "
-            f"{', '.join(ROW_FIELDS)}, or the columns of HotpotQA, or a column of texts. If a different column "
-            "contains the texts, name it after the source, as in `?text=body`."
+            f"{', '.join(ROW_FIELDS)}, or the columns of HotpotQA, or a column of texts. If the texts are in another "
+            "column, append its name to the source: `?text=body` for the column `body`."
         )
 
 

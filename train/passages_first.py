@@ -245,8 +245,11 @@ def turn_rows(turns: Sequence[dict[str, list[int]]], capacity: int) -> list[list
     return rows
 
 
-def check_passages_first(model: ArcAlignerForCausalLM, args: TrainingArguments | None) -> None:
-    """Raises `ValueError` for a model or arguments that exclude a step in two phases."""
+def check_passages_first(
+    model: ArcAlignerForCausalLM, args: TrainingArguments | None, attention_layers: Sequence[int] = ()
+) -> None:
+    """Raises `ValueError` for a model or arguments that exclude a step in two phases, and for `attention_layers` that
+    the model does not have."""
     if model.config.passage_attention != "separate":
         raise ValueError(
             f"`passage_attention` is {model.config.passage_attention!r}, so slots attend to other passages, but "
@@ -254,6 +257,12 @@ def check_passages_first(model: ArcAlignerForCausalLM, args: TrainingArguments |
             "`passages_first` out."
         )
     check_can_separate(model.config.text_config)
+    num_layers = model.config.text_config.num_hidden_layers
+    if [*attention_layers] != sorted({*attention_layers} & {*range(num_layers)}):
+        raise ValueError(
+            f"`attention_loss_layers` is {[*attention_layers]}; expected layers from 0 to {num_layers - 1}, in "
+            "ascending order, each once."
+        )
     if args is not None and args.gradient_checkpointing:
         raise ValueError(
             "`activation_checkpointing` (formerly `gradient_checkpointing`) and `passages_first` are both set, but the "
@@ -356,7 +365,7 @@ class AttentionLoss:
     and over positions that predict an answer which some passages contain and others do not.
 
     With the kernel `eager`, layers return all their attention weights. `sdpa` neither returns nor stores them, which
-    saves most of a GPU's memory; then the weights of the few positions that predict an answer are computed again.
+    saves memory; then the weights of the few positions that predict an answer are computed again.
 
     Args:
         batch: Of [`PassagesFirstCollator`].
@@ -398,6 +407,7 @@ class AttentionLoss:
         for layer in self.layers if outputs.attentions is not None else ():
             weights = outputs.attentions[layer]  # (turn_rows, heads, seq_len, num_prefix + seq_len)
             self._add(weights.gather(2, self._index(weights)))
+        assert len(self.losses) == len(self.layers), "some layers did not compute their attention loss"
         return torch.stack(self.losses).mean()
 
     def add_layer(self, layer: int, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor, scaling: float) -> None:

@@ -221,6 +221,12 @@ class RecipeArguments:
                 "`attention_loss_weight` needs `attention_loss_layers`, which is empty. Set it to layers, such as "
                 "[20, 21]."
             )
+        if self.compile_layers and self.attn_implementation != "eager":
+            raise ValueError(
+                "`compile_layers` is true, but compiled layers do not compute the attention loss with "
+                f"`attn_implementation: {self.attn_implementation}`. Set `attn_implementation` to `eager`, or leave "
+                "`compile_layers` out."
+            )
 
     @property
     def sources(self) -> list[str]:

@@ -229,7 +229,7 @@ class AlignerTrainer(SFTTrainer):
                 "are in no file. Set `fsdp_cpu_ram_efficient_loading` to false, as in train/accelerate/fsdp2.yaml."
             )
         if isinstance(kwargs.get("data_collator"), PassagesFirstCollator):
-            check_passages_first(model, kwargs.get("args"))
+            check_passages_first(model, kwargs.get("args"), attention_loss_layers)
         model.set_stage(stage)
         model.set_answerability_layers(None)  # the head was fitted to states of different weights
         # As parameters of the model they are optimized, clipped and averaged over processes like the others. They are

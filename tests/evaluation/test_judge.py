@@ -164,7 +164,7 @@ def test_run_is_judged_once(tmp_path, endpoint, caplog):
         "| squad | arcaligner | 100.0 [100.0, 100.0] | 1 | 0 | 1 |",
         f"| squad | naive | {mean:.1f} [{low:.1f}, {high:.1f}] | 3 | 1 | 0 |",
     ]
-    assert "a/judge gave no reply: no reply within 1 seconds" in caplog.text
+    assert "A request to a/judge failed: it took longer than 1 seconds" in caplog.text
     assert "naive.a--judge.verdicts.jsonl: 1 of 3 replies begin with neither yes nor no." in caplog.text
     naive, ours = (AnswerFile(tmp_path, "squad", method) for method in ("naive", "arcaligner"))
     assert judged_scores(naive, "a/judge") == {"q0": 1.0, "q1": 0.0, "q2": 0.0}
@@ -281,7 +281,7 @@ def test_endpoint_is_asked_greedily(endpoint, monkeypatch):
         (b"<html>", "no chat completion", 1),
         (b'{"choices": []}', "no chat completion", 1),
         (b"[]", "no chat completion", 1),
-        (None, "no reply within 60 seconds", 1 + RETRIES),
+        (None, "longer than 60 seconds", 1 + RETRIES),
     ],
 )
 def test_failed_reply_leaves_others(failure, problem, attempts, endpoint, caplog):

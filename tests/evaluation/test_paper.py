@@ -69,7 +69,7 @@ def test_missing_floor_is_named(make, data):
     answers = [AnswerFile(make().settings.output / FLOOR, name, "arcaligner").read() for name in ("hotpotqa", "nq")]
     assert [len(rows) for rows in answers] == [0, 4]
     assert len(AnswerFile(make().settings.output, "hotpotqa", "arcaligner").read()) == 1
-    assert "the floor of HotpotQA: HotpotQA: no other of the 1 questions" in page.read_text(encoding="utf-8")
+    assert "the floor of HotpotQA: HotpotQA: the floor needs passages" in page.read_text(encoding="utf-8")
 
 
 def test_second_run_asks_nothing(make, monkeypatch):
@@ -100,7 +100,7 @@ def test_wrong_passages_hold_no_answer():
     texts = [row["passages"][0]["text"] for row in wrong_passages(rows, "SQuAD")]
     assert texts == ["b2", "c3", "b2", "c3"]
     assert wrong_passages(rows[:3], "SQuAD") == wrong_passages(rows, "SQuAD")[:3]
-    with pytest.raises(ValueError, match="SQuAD: no other of the 1 questions.*leave out `--floor`"):
+    with pytest.raises(ValueError, match="SQuAD: the floor needs passages of another question.*leave out `--floor`"):
         wrong_passages(rows[:1], "SQuAD")
 
 

@@ -200,6 +200,15 @@ def test_kernels_have_equal_gradients(aligner, processor):
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)  # `eager` has a float32 softmax
 
 
+def test_kernel_is_restored(aligner, processor, monkeypatch):
+    """A forward that fails leaves the model with its own kernel."""
+    aligner.set_attn_implementation("sdpa")
+    monkeypatch.setattr(AttentionLoss, "add_layer", None)
+    with pytest.raises(TypeError):
+        two_phases(aligner, processor, examples(processor), 2, attention_layers=[0])
+    assert aligner.config.text_config._attn_implementation == "sdpa"
+
+
 def test_no_choice_no_attention_loss():
     batch = {
         "turn_ids": torch.tensor([[0, 0]]),
@@ -225,11 +234,21 @@ def test_a_recipe_trains_passages_first(tmp_path, write_recipe, kernel):
     assert len(logs(tmp_path / "run", "attention_loss")) == 4
 
 
+LOSS = {
+    "aligner": {"lora_r": 4, "passage_attention": "separate"},
+    "passages_first": True,
+    "attention_loss_weight": 0.3,
+}
+
+
 @pytest.mark.parametrize(
     "keys, message",
     [
         ({"attention_loss_weight": 0.3}, "Set `passages_first: true`"),
         ({"attention_loss_weight": 0.3, "passages_first": True}, "attention_loss_layers"),
+        (LOSS | {"attention_loss_layers": [1], "attn_implementation": "sdpa", "compile_layers": True}, "`eager`"),
+        (LOSS | {"attention_loss_layers": [1, 99]}, "from 0 to 2, in"),
+        (LOSS | {"attention_loss_layers": [-1]}, "from 0 to 2, in"),
         ({"passages_first": True, "aligner": {"lora_r": 4, "passage_attention": "joint"}}, "independent"),
         (
             {
