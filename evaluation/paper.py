@@ -35,7 +35,7 @@ from .evaluate import answer_all, load_rows
 from .judge import judge_run, judged_scores, judges_of
 from .methods import MissingMethodError, find_method, fingerprint
 from .metrics import shown_interval
-from .results import NO_SHARE_NOTE, PAPER, evidence, method_titles, summarize, table
+from .results import NO_SHARE_NOTE, PAPER, evidence, method_titles, sets_table, summarize, table
 from .retrieval import RetrievalSettings, recall_table, retrieve
 from .runs import AnswerFile
 from .settings import EvaluationSettings
@@ -657,9 +657,6 @@ def footnote_of(sets: dict[str, Any], settings: EvaluationSettings, has_f1: bool
     """Markdown lines: what the numbers are of and, if the part shows F1, how far it may be off."""
     intervals = [numbers["f1"] for numbers in _numbers(sets)]
     widths = [max(high - mean, mean - low) for mean, low, high in intervals]
-    rows = [
-        [title, entry["questions"], entry["passages"], f"{entry['recall'][0]:.0f}"] for title, entry in sets.items()
-    ]
     about_f1 = (
         f"95 % bootstrap intervals of F1 extend up to {max(widths):.0f} points to either side. " if has_f1 else ""
     )
@@ -667,8 +664,7 @@ def footnote_of(sets: dict[str, Any], settings: EvaluationSettings, has_f1: bool
         f"{about_f1}EM is non-strict: the share of answers that contain a gold answer. Measured on: "
         f"{summarize(settings.output)['machine']}."
     )
-    columns = ["Set", "Questions", "Passages", "Passages contain a gold answer, % of the questions"]
-    return [*markdown_table(columns, rows), "", note]
+    return [*sets_table(sets), "", note]
 
 
 def _numbers(sets: dict[str, Any]) -> list[dict[str, Any]]:

@@ -36,7 +36,7 @@ FLOOR_NOTE = (
     "The first number is F1 with the passages of the question. *Floor* is F1 with the passages of another question. "
     "A low floor means that the answers come from the passages. *Retained* is the share of the gain from text that "
     "the method keeps: (F1 - closed book) / (F1 of text - closed book). Closed book is Naive. Text is the fine-tuned "
-    "reader or, if it was not measured, StandardRAG. "
+    "reader or, if it was not measured, StandardRAG."
 )
 # Why a share may be missing.
 NO_SHARE_NOTE = (
@@ -203,15 +203,15 @@ def results_page(results: dict[str, Any]) -> str:
         lines += table(f"Acc, judged by {judge}", titles, sets, partial(_acc, judge))
     lines += _folded(f"All {len(titles)} methods", everything)
     heading = f"Differences: {MAIN_TITLE} minus another method, on the same questions"
-    lines += _folded(heading, [*_wrapped(DIFFERENCES_NOTE), *differences] if differences else [])
+    lines += _folded(heading, differences, DIFFERENCES_NOTE)
     floors = table("F1 (floor, retained)", titles, _with_floors(sets), evidence)
-    lines += _folded("Floor and retention", [*_wrapped(FLOOR_NOTE + NO_SHARE_NOTE), *floors] if floors else [])
+    lines += _folded("Floor and retention", floors, f"{FLOOR_NOTE} {NO_SHARE_NOTE}")
     positions = table("Positions, compression", titles, sets, _positions)
     lines += _folded("Positions of the prompt", [*_wrapped(POSITIONS_NOTE), *positions])
     shared = {name: PAPER["sets"][name] for name in sets if name in PAPER["sets"]}
     of_paper = {method: method for numbers in shared.values() for method in numbers}
     of_paper_table = table("EM / F1 / Acc, %, with Mistral 7B", of_paper, shared, _paper)
-    lines += _folded("The paper's numbers", [*_wrapped(PAPER_NOTE), *of_paper_table] if of_paper_table else [])
+    lines += _folded("The paper's numbers", of_paper_table, PAPER_NOTE)
     return "\n".join([*lines, "## Questions and passages", "", *footnote(results), ""])
 
 
@@ -234,9 +234,10 @@ def method_titles(sets: dict) -> dict[str, str]:
     return {name: find_method(name).title for name in names}
 
 
-def _folded(title: str, lines: list[str]) -> list[str]:
-    """Lines folded under a title; empty without lines."""
-    return [f"<details><summary>{title}</summary>", "", *lines, "</details>", ""] if lines else []
+def _folded(title: str, lines: list[str], note: str | None = None) -> list[str]:
+    """Lines folded under a title, after a note; empty without lines."""
+    noted = [*(_wrapped(note) if note else []), *lines]
+    return [f"<details><summary>{title}</summary>", "", *noted, "</details>", ""] if lines else []
 
 
 # Cells, from the entry of a set and a method, which the entry may lack.
@@ -303,17 +304,18 @@ def _paper(numbers: dict, method: str) -> str | None:
 
 def footnote(results: dict) -> list[str]:
     """Lines on the questions and passages of each set, and on how the numbers were made."""
-    rows = [
-        [name, entry["questions"], entry["passages"], f"{entry['recall'][0]:.0f}"]
-        for name, entry in results["sets"].items()
-    ]
     note = (
         "In the tables of this page, scores are in percent. Brackets contain 95 % bootstrap intervals over questions; "
         "those of differences are paired. EM is non-strict: the share of answers that contain a gold answer. Measured "
         f"on these machines: {results['machine']}."
     )
-    columns = ["Set", "Questions", "Passages", "Passages contain a gold answer, % of the questions"]
-    return [*markdown_table(columns, rows), "", *textwrap.wrap(note, 120)]
+    return [*sets_table(results["sets"]), "", *textwrap.wrap(note, 120)]
+
+
+def sets_table(sets: dict[str, Any]) -> list[str]:
+    """Lines of a Markdown table of the questions and passages of each set."""
+    rows = [[name, entry["questions"], entry["passages"], f"{entry['recall'][0]:.0f}"] for name, entry in sets.items()]
+    return markdown_table(["Set", "Questions", "Passages", "Passages contain a gold answer, % of the questions"], rows)
 
 
 def table(title: str, rows: dict[str, str], sets: dict, show: Callable[[dict, str], str | None]) -> list[str]:

@@ -30,6 +30,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ..attention_arcaligner import CACHE, check_can_separate, key_rotation, rotate_keys, separate_inputs
+from ..configuration_arcaligner import are_layers
 from ..encoder_arcaligner import EncoderTokenizer
 from ..modeling_arcaligner import ArcAlignerCausalLMOutputWithPast, ArcAlignerForCausalLM, postprocess_logits
 from ..segmentation_arcaligner import equal_spans
@@ -258,7 +259,7 @@ def check_passages_first(
         )
     check_can_separate(model.config.text_config)
     num_layers = model.config.text_config.num_hidden_layers
-    if [*attention_layers] != sorted({*attention_layers} & {*range(num_layers)}):
+    if attention_layers and not are_layers([*attention_layers], num_layers):
         raise ValueError(
             f"`attention_loss_layers` is {[*attention_layers]}; expected layers from 0 to {num_layers - 1}, in "
             "ascending order, each once."
@@ -393,7 +394,6 @@ class AttentionLoss:
         if kernel == "eager":
             yield {"output_attentions": True}
             return
-        AttentionInterface.register(SDPA_WITH_LOSS, sdpa_with_attention_loss)
         backbone.set_attn_implementation(SDPA_WITH_LOSS)
         try:
             yield {"attention_loss": self}
@@ -447,3 +447,6 @@ def sdpa_with_attention_loss(
     if attention_loss is not None:
         attention_loss.add_layer(module.layer_idx, query, key, attention_mask, options["scaling"])
     return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+
+
+AttentionInterface.register(SDPA_WITH_LOSS, sdpa_with_attention_loss)

@@ -81,12 +81,19 @@ def check_gates(
         )
 
 
+def are_layers(layers: Any, num_layers: int) -> bool:
+    """Whether `layers` is a list of layers of a backbone with `num_layers`, in ascending order, each once.
+
+    >>> are_layers([0, 2], 3), are_layers([2, 0], 3), are_layers([-1], 3), are_layers([], 3)
+    (True, False, False, False)
+    """
+    is_known = isinstance(layers, list) and all(is_number(layer, Integral) for layer in layers)
+    return is_known and bool(layers) and layers == sorted({*layers}) and layers[0] >= 0 and layers[-1] < num_layers
+
+
 def check_answerability_layers(layers: list[int] | None, num_layers: int) -> None:
     """Raise `ValueError` unless `layers` are layers of a backbone with `num_layers`, in order; `None` is valid."""
-    if layers is None:
-        return
-    is_known = isinstance(layers, list) and all(is_number(layer, Integral) for layer in layers)
-    if not is_known or not layers or layers != sorted({*layers}) or layers[0] < 0 or layers[-1] >= num_layers:
+    if layers is not None and not are_layers(layers, num_layers):
         raise ValueError(
             f"`answerability_layers` is {layers!r}; expected a list of layers from 0 to {num_layers - 1}, in ascending "
             "order and without repetition, or None for no answerability head."
