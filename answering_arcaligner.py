@@ -15,7 +15,7 @@ from transformers import BatchFeature, LogitsProcessor, LogitsProcessorList
 from .attention_arcaligner import MASK_KERNELS
 from .configuration_arcaligner import is_number
 from .encoder_arcaligner import PrecomputedSlots
-from .kv_cache_arcaligner import QuestionBatch
+from .kv_cache_arcaligner import QuestionBatch, in_chunks
 from .modeling_arcaligner import PrefillOutputs
 from .multihop_arcaligner import best_pair
 from .segmentation_arcaligner import (
@@ -27,26 +27,44 @@ from .tokenization_arcaligner import control_token_ids, text_of, title_of, token
 
 # A pair of passages is selected from so many, or from more if `scored_share` says so: the most similar ones.
 PAIR_CANDIDATES = 20
+PAIR_SIMILARITY_WEIGHT = 10.0  # of the cosine in the score of a passage of a pair
+# So many passages of a question, the most similar ones, get a late-interaction score, which takes an encoder's pass.
+MATCHED_PASSAGES = 20
 # Bias on the attention to passages outside the pair of a multi-hop question, if more than two passages are used.
 OUTSIDE_PAIR_PRIOR = -1.0
+PRIOR_SCALE = 1 / 3  # a bias on the attention to a passage is so much of the difference of two scores
 MIN_PRIOR = -10.0  # lowest bias on the attention to a passage
 MAX_LOG_ODDS = 6.0  # bound of the log-odds of an answerability: beyond, they say nothing more about the question
 
 
 class ScoredPassage(NamedTuple):
     """The score of one passage for a question: its answerability by itself, its cosine with the question (0 if there is
-    neither a text nor a search), whether it was cached, and the configuration's `similarity_weight`."""
+    neither a text nor a search), whether it was cached, its late-interaction score ([`maxsim_score`]; 0 if it was not
+    computed), and the configuration's weights of the cosine and of that score."""
 
     answerability: float
     similarity: float
     is_cached: bool
     similarity_weight: float
+    match: float = 0.0
+    match_weight: float = 0.0
 
     @property
     def log_odds(self) -> float:
-        """The score that ranks passages: the log-odds of the answerability, plus the weighted cosine."""
+        """The score that ranks passages: the log-odds of the answerability, plus the weighted cosine and the weighted
+        late-interaction score."""
+        return self.answer_odds + self.similarity_weight * self.similarity + self.match_weight * self.match
+
+    @property
+    def pair_odds(self) -> float:
+        """The score with which a passage counts in a pair. The [`MultihopHead`] was fitted with these weights."""
+        return self.answer_odds + PAIR_SIMILARITY_WEIGHT * self.similarity
+
+    @property
+    def answer_odds(self) -> float:
+        """The log-odds of the answerability."""
         answerability = min(max(self.answerability, 1e-9), 1 - 1e-9)
-        return math.log(answerability / (1 - answerability)) + self.similarity_weight * self.similarity
+        return math.log(answerability / (1 - answerability))
 
 
 def select_top(scores: Mapping[int, ScoredPassage], max_passages: int) -> list[int]:
@@ -66,14 +84,15 @@ def with_pair(scores: Mapping[int, ScoredPassage], pair: Sequence[int], max_pass
 
 
 def prior_of_scores(scores: Mapping[int, ScoredPassage], numbers: Sequence[int]) -> list[float]:
-    """The bias on the attention to each of the used passages `numbers`, if the question needs one of them: its score
-    minus the highest of these scores, but at least `MIN_PRIOR`.
+    """The bias on the attention to each of the used passages `numbers`, if the question needs one of them:
+    `PRIOR_SCALE` times the difference of its score and the highest of these scores, but at least `MIN_PRIOR`.
 
-    >>> prior_of_scores({0: ScoredPassage(0.5, 0.75, False, 8), 1: ScoredPassage(0.5, 0.5, False, 8)}, [0, 1])
+    >>> prior_of_scores({0: ScoredPassage(0.5, 0.75, False, 24), 1: ScoredPassage(0.5, 0.5, False, 24)}, [0, 1])
     [0.0, -2.0]
     """
     log_odds = [scores[number].log_odds for number in numbers]
-    return [max(odds - max(log_odds), MIN_PRIOR) for odds in log_odds]
+    # Rounded, because the scores of two copies of a passage differ by rounding.
+    return [round(max(PRIOR_SCALE * (odds - max(log_odds)), MIN_PRIOR), 6) for odds in log_odds]
 
 
 def prior_of_pair(pair: Sequence[int], numbers: Sequence[int]) -> list[float]:
@@ -103,28 +122,27 @@ def top_odds(scores: Sequence[Mapping[int, ScoredPassage]]) -> torch.Tensor:
     return torch.tensor(best, dtype=torch.float64, device="cpu").logit(eps=1e-12).clamp(-MAX_LOG_ODDS, MAX_LOG_ODDS)
 
 
-def candidates_of(similarities: Mapping[int, float], max_passages: int, share: float) -> list[int]:
-    """Numbers of the passages to score before `max_passages` of them are selected, the most similar one first: a
+def candidates_of(relevances: Mapping[int, Any], max_passages: int, share: float) -> list[int]:
+    """Numbers of the passages to score before `max_passages` of them are selected, the most relevant one first: a
     `share` of all passages, but at least one more than are selected.
 
     >>> candidates_of({0: 0.1, 1: 0.7, 2: 0.3, 3: 0.2, 4: 0.5}, max_passages=1, share=0.5)
     [1, 4, 2]
     """
-    order = sorted(similarities, key=similarities.__getitem__, reverse=True)
+    order = sorted(relevances, key=relevances.__getitem__, reverse=True)
     return order[: max(max_passages + 1, math.ceil(share * len(order)))]
 
 
-def are_sure(scores: Mapping[int, ScoredPassage], max_passages: int, similarity: float, answerability: float) -> bool:
-    """Whether the selection is decided: a further passage with this cosine would not be among the `max_passages`
-    top-ranked ones, even with this answerability.
+def are_sure(scores: Mapping[int, ScoredPassage], max_passages: int, unscored: ScoredPassage) -> bool:
+    """Whether the selection is decided: an `unscored` further passage would not be among the `max_passages` top-ranked
+    ones, even with the answerability that it is given here.
 
-    >>> are_sure({0: ScoredPassage(0.98, 0.7, False, 10.0)}, 1, similarity=0.6, answerability=0.98)
+    >>> scores = {0: ScoredPassage(0.98, 0.7, False, 10.0)}
+    >>> are_sure(scores, 1, scores[0]._replace(similarity=0.6))
     True
     """
     ranked = sorted(scores.values(), key=lambda passage: passage.log_odds)[-max_passages:]
-    if len(ranked) < max_passages:
-        return False
-    return ranked[0].log_odds >= ranked[0]._replace(answerability=answerability, similarity=similarity).log_odds
+    return len(ranked) == max_passages and ranked[0].log_odds >= unscored.log_odds
 
 
 class Selection(NamedTuple):
@@ -281,8 +299,8 @@ class Answerer:
         questions, documents, similarities = (
             values and [values[index] for index in indices] for values in (questions, documents, similarities)
         )
-        batch, similarities = self._make_batch(questions, documents, similarities, **kwargs)
-        scoring = _Scoring(self, batch, similarities, slots_of)
+        batch, unscored = self._make_batch(questions, documents, similarities, **kwargs)
+        scoring = _Scoring(self, batch, unscored, slots_of)
         selected = self._select_top(scoring, [limit or self.max_passages for limit in limits])
         is_multihop = [
             limit != 1 and self.is_multihop(question, scores)
@@ -303,18 +321,15 @@ class Answerer:
         return selections
 
     def _select_top(self, scoring: "_Scoring", limits: Sequence[int]) -> list[list[int]]:
-        """The numbers of the top-ranked passages of each question, at most as many as its limit. The most similar
+        """The numbers of the top-ranked passages of each question, at most as many as its limit. The most relevant
         passages are scored first, the other candidates only if these do not decide."""
         candidates = [scoring.candidates(index, limit) for index, limit in enumerate(limits)]
         # In at most two steps: each further call of the model would load its weights once more.
         scoring.add([numbers[:limit] for numbers, limit in zip(candidates, limits, strict=True)])
-        max_answerability = self.model.config.most_answerability
         undecided = []
-        for numbers, limit, cosines, scores in zip(
-            candidates, limits, scoring.similarities, scoring.scores, strict=True
-        ):
+        for numbers, limit, unscored, scores in zip(candidates, limits, scoring.unscored, scoring.scores, strict=True):
             others = numbers[limit:]
-            is_decided = not others or are_sure(scores, limit, cosines[others[0]], max_answerability)
+            is_decided = not others or are_sure(scores, limit, unscored[others[0]])
             undecided.append([] if is_decided else others)
         scoring.add(undecided)
         return [select_top(scores, limit) for scores, limit in zip(scoring.scores, limits, strict=True)]
@@ -331,8 +346,8 @@ class Answerer:
         pairs = [[] for _ in questions]
         for index in (index for index, needed in enumerate(is_multihop) if needed):
             (text,) = _search_texts(questions[index], [])
-            log_odds = {number: passage.log_odds for number, passage in scoring.scores[index].items()}
-            pairs[index] = best_pair(head, text, documents[index], log_odds, spacy_model)
+            odds = {number: passage.pair_odds for number, passage in scoring.scores[index].items()}
+            pairs[index] = best_pair(head, text, documents[index], odds, spacy_model)
         return pairs
 
     def is_multihop(self, question: str | list[dict], scores: dict[int, ScoredPassage]) -> bool:
@@ -367,32 +382,52 @@ class Answerer:
 
     def _make_batch(
         self, questions: list, documents: list[list] | None, similarities: Similarities | None, **kwargs: Any
-    ) -> tuple[QuestionBatch, Similarities | None]:
-        """The result of `PassageCache.make_batch`, and the cosines of questions and passages that are texts."""
+    ) -> tuple[QuestionBatch, list[dict[int, ScoredPassage]]]:
+        """The result of `PassageCache.make_batch` and, for each question, its passages before they are scored: with the
+        highest answerability that is assumed."""
         self._check_can_score("Scoring passages")
-        batch = self.cache.make_batch(questions, documents, **kwargs)
-        if documents is not None and similarities is None:
-            similarities = []
-            for question, prompt in zip(questions, batch.questions, strict=True):
-                texts = prompt.texts
-                cosines = similarities_of(self.processor.encoder, question, [*texts.values()])
-                similarities.append(dict(zip(texts, cosines, strict=True)))
-        return batch, similarities
+        batch, config = self.cache.make_batch(questions, documents, **kwargs), self.model.config
+        weights, unscored = (config.similarity_weight, config.match_weight), []
+        for index, (question, prompt) in enumerate(zip(questions, batch.questions, strict=True)):
+            texts = prompt.texts if documents is not None else {}
+            if similarities is not None:
+                cosines = {number: similarities[index][number] for number in prompt.passage_numbers}
+            else:
+                cosines = dict.fromkeys(prompt.passage_numbers, 0.0)
+                found = similarities_of(self.processor.encoder, question, [*texts.values()])
+                cosines |= dict(zip(texts, found, strict=True))
+            matches = dict.fromkeys(cosines, 0.0)
+            if config.match_weight and texts:
+                nearest = sorted(texts, key=cosines.__getitem__, reverse=True)[:MATCHED_PASSAGES]
+                found = []
+                for part in in_chunks(len(nearest), self.processor.passage_tokens, batch.turn):
+                    found += matches_of(self.processor, question, [texts[number] for number in nearest[part]])
+                # The others are assumed to match no better than the worst of these.
+                matches = dict.fromkeys(cosines, min(found)) | dict(zip(nearest, found, strict=True))
+            unscored.append(
+                {
+                    number: ScoredPassage(
+                        config.most_answerability, cosine, False, weights[0], matches[number], weights[1]
+                    )
+                    for number, cosine in cosines.items()
+                }
+            )
+        return batch, unscored
 
     @torch.no_grad()
     def _score(
         self,
         batch: QuestionBatch,
-        similarities: Similarities | None = None,
+        unscored: list[dict[int, ScoredPassage]],
         only: Sequence[Sequence[int]] | None = None,
     ) -> list[dict[int, ScoredPassage]]:
         """As `score`, for the result of `_make_batch`; `only` has the numbers of each question's passages to score."""
-        scores, weight = [{} for _ in batch.questions], self.model.config.similarity_weight
+        scores: list[dict[int, ScoredPassage]] = [{} for _ in batch.questions]
         for rows, inputs in self.cache.iter_batch(batch, only):
             logits = self.cache.prefill_suffix(inputs, True, batch.turn).answerability_logits
             for (index, number, is_cached), answerability in zip(rows, torch.sigmoid(logits).tolist(), strict=True):
-                similarity = similarities[index][number] if similarities else 0.0
-                scores[index][number] = ScoredPassage(answerability, similarity, is_cached, weight)
+                passage = unscored[index][number]
+                scores[index][number] = passage._replace(answerability=answerability, is_cached=is_cached)
         return [dict(sorted(passages.items())) for passages in scores]
 
     # Answers
@@ -405,16 +440,21 @@ class Answerer:
 class _Scoring:
     """The questions of one call of `select`, and the scores of their passages so far."""
 
-    def __init__(self, answerer: Answerer, batch: QuestionBatch, similarities: Similarities, slots_of: SlotsOf | None):
-        self.answerer, self.batch, self.similarities, self.slots_of = answerer, batch, similarities, slots_of
+    def __init__(
+        self,
+        answerer: Answerer,
+        batch: QuestionBatch,
+        unscored: list[dict[int, ScoredPassage]],
+        slots_of: SlotsOf | None,
+    ):
+        self.answerer, self.batch, self.unscored, self.slots_of = answerer, batch, unscored, slots_of
         self.scores: list[dict[int, ScoredPassage]] = [{} for _ in batch.questions]
 
     def candidates(self, index: int, limit: int) -> list[int]:
-        """The numbers of a question's passages to score before `limit` of them are selected, the most similar one
+        """The numbers of a question's passages to score before `limit` of them are selected, the most relevant one
         first."""
-        similarities = self.similarities[index]
-        similarities = {number: similarities[number] for number in self.batch.questions[index].passage_numbers}
-        return candidates_of(similarities, limit, self.answerer.model.config.scored_share)
+        relevances = {number: (item.log_odds, item.similarity) for number, item in self.unscored[index].items()}
+        return candidates_of(relevances, limit, self.answerer.model.config.scored_share)
 
     def add(self, numbers: Sequence[Sequence[int]]) -> None:
         """Score these passages of each question, except those that have a score."""
@@ -426,7 +466,7 @@ class _Scoring:
             return
         if self.slots_of is not None:
             self.batch = self.batch.with_slots(self.slots_of(missing))
-        new_scores = self.answerer._score(self.batch, self.similarities, missing)
+        new_scores = self.answerer._score(self.batch, self.unscored, missing)
         self.scores = [dict(sorted((old | new).items())) for old, new in zip(self.scores, new_scores, strict=True)]
 
 
@@ -659,6 +699,15 @@ def maxsim_score(processor, question: str | list[dict], documents: Sequence[str 
     is_counted = [any(map(str.isalnum, word)) and word not in common for word in words]
     is_counted = torch.tensor(is_counted, device=highest.device)  # (words,)
     return float((highest[is_counted] if is_counted.any() else highest).mean())
+
+
+def matches_of(processor, question: str | list[dict], documents: Sequence[str | dict]) -> list[float]:
+    """[`maxsim_score`] of each passage by itself; 0 where a score is NaN. Passages are encoded together."""
+    encoder = processor.encoder.untrained
+    spans = [span for text in _search_texts(question, documents)[1:] for span in encoder.split(text)]
+    of_texts(_WORDS, encoder, spans, encoder.encode_words, max_cached=256)
+    scores = [maxsim_score(processor, question, [passage]) for passage in documents]
+    return [0.0 if math.isnan(score) else score for score in scores]
 
 
 def of_texts(

@@ -225,13 +225,17 @@ class ArcAlignerConfig(PreTrainedConfig):
         answerability_threshold (`float`, *optional*):
             The answerability below which the aligner should abstain, fitted by `train/confidence.py`: a suggestion for
             `min_confidence`.
-        similarity_weight (`float`, defaults to 10):
+        similarity_weight (`float`, defaults to 30):
             Weight of the cosine of question and passage when passages are selected; it is added to the answerability of
-            the passage, in log-odds. The defaults of this setting and the next two were fitted on held-out questions of
-            the shipped aligner.
+            the passage, in log-odds. The defaults of this setting and the next three were fitted on held-out questions
+            of the shipped aligner.
+        match_weight (`float`, defaults to 15):
+            Weight of the late-interaction (MaxSim) score of question and passage when passages are selected, added in
+            the same way. With 0 the score is not computed.
         scored_share (`float`, defaults to 0.5):
-            The largest share of a question's passages that are scored, the most similar ones first; at least one more
-            than are used. Scoring a passage takes as long as a prefill of its slots and the question.
+            The largest share of a question's passages that are scored, the most relevant ones first, by the weighted
+            similarities above; at least one more than are used. Scoring a passage takes as long as a prefill of its
+            slots and the question.
         most_answerability (`float`, defaults to 0.98):
             The answerability that a passage is assumed to have before it is scored. A passage that would not be used
             even with this answerability is not scored.
@@ -279,7 +283,8 @@ class ArcAlignerConfig(PreTrainedConfig):
     answerability_layers: list[int] | None = None
     answerability_uses_match: bool = False
     answerability_threshold: float | int | None = None
-    similarity_weight: float | int = 10.0
+    similarity_weight: float | int = 30.0
+    match_weight: float | int = 15.0
     scored_share: float | int = 0.5
     most_answerability: float | int = 0.98
     use_multihop_head: bool = False

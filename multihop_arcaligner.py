@@ -31,8 +31,8 @@ def best_pair(
         head ([`MultihopHead`]): Of the aligner.
         question (`str`): The question.
         passages (`Sequence[str | dict]`): The passages, as for the processor.
-        log_odds (`dict[int, float]`): The scores that rank passages, by the number of the passage. Passages without a
-            score are not selected.
+        log_odds (`dict[int, float]`): The scores of passages (`ScoredPassage.pair_odds`), by the number of the passage.
+            Passages without a score are not selected.
         spacy_model (`str`): The processor's spaCy pipeline, for the stop words.
     """
     unique = {}  # two copies of a passage are no pair

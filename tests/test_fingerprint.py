@@ -54,6 +54,7 @@ def test_selection_keeps_the_fingerprint(model, processor):
     store = model.passage_cache(processor)
     before = shared_fingerprint(model, processor, store.weights([]))
     model.config.similarity_weight, model.config.scored_share, model.config.most_answerability = 3.0, 1.0, 0.9
+    model.config.match_weight = 5.0
     assert shared_fingerprint(model, processor, store.weights([])) == before
 
 

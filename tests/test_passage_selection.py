@@ -1,5 +1,6 @@
 """Answerability in the pipeline, abstention, and the selection of passages."""
 
+import math
 from unittest import mock
 
 import numpy as np
@@ -9,7 +10,14 @@ from conftest import chat_inputs, pipeline_of, processor_with, score_passages
 from tiny_models import random_head
 
 from arcaligner import answering_arcaligner, kv_cache_arcaligner
-from arcaligner.answering_arcaligner import Answerer, maxsim_score, similarities_of
+from arcaligner.answering_arcaligner import (
+    Answerer,
+    ScoredPassage,
+    clear_text_caches,
+    matches_of,
+    maxsim_score,
+    similarities_of,
+)
 from arcaligner.encoder_arcaligner import SlotEncoder
 from arcaligner.kv_cache_arcaligner import PassageCache, prefill_passages
 
@@ -155,8 +163,10 @@ def test_refusal_requirements(ask, model, processor):
 
 
 @pytest.mark.parametrize("most", [1, 2])
-def test_selected_passages_keep_order(ask_independent, scores_all, most):
+def test_selected_passages_keep_order(ask_independent, scores_all, monkeypatch, most):
     """Only the top-ranked passages are used, in the order in which they were given."""
+    for name in ("similarity_weight", "match_weight"):
+        monkeypatch.setattr(ask_independent.model.config, name, 0.0)  # the answerability alone ranks them
     row = {"question": QUESTION, "documents": PASSAGES}
     sure = {number: confidence_of(ask_independent(row | {"documents": PASSAGES[number]})) for number in (0, 1, 3)}
     best = sorted(sorted(sure, key=sure.get, reverse=True)[:most])
@@ -189,7 +199,8 @@ def weighted_answer(ask, question, documents, prior):
 
 @pytest.mark.parametrize("options", [{}, {"gate_mode": "off"}, {"batch_size": 3, "gate_mode": "off"}], ids=str)
 def test_several_passages_are_weighted(ask_independent, options):
-    """The bias of a passage is its score minus the highest, also in a batch with questions about one passage."""
+    """The bias of a passage is a third of its score minus the highest, also in a batch with questions about one
+    passage."""
     answerer = ask_independent.answerer
     texts = [passage for passage in PASSAGES if passage != " "]
     rows = [
@@ -204,7 +215,7 @@ def test_several_passages_are_weighted(ask_independent, options):
         (scores,), prior = answerer.score([row["question"]], [row["documents"]], **gates), None
         if len(scores) > 1:
             best = max(score.log_odds for score in scores.values())
-            prior = [score.log_odds - best for score in scores.values()]
+            prior = [(score.log_odds - best) / 3 for score in scores.values()]
         assert record["generated_text"] == weighted_answer(ask_independent, row["question"], row["documents"], prior)
         (selection,) = answerer.select([row["question"]], [row["documents"]], 3, **gates)
         assert selection.prior == (prior and pytest.approx(prior, abs=1e-5))
@@ -217,7 +228,7 @@ def test_prior_is_by_number(ask_independent, scores_all):
     (selection,), (scores,) = answerer.select([QUESTION], [MANY], 2), answerer.score([QUESTION], [MANY])
     first, second = sorted(selection.numbers, key=lambda number: -scores[number].log_odds)
     expected = [0.0] * len(MANY)
-    expected[second] = scores[second].log_odds - scores[first].log_odds
+    expected[second] = (scores[second].log_odds - scores[first].log_odds) / 3
     assert selection.prior == pytest.approx(expected, abs=1e-5)
 
 
@@ -235,12 +246,13 @@ def test_unweighted_passages(ask_independent, monkeypatch, reason):
 
 @pytest.mark.parametrize("limit, num_scored", [(0.0, 1), (1.0, 3)])
 def test_few_passages_are_scored(ask_independent, monkeypatch, limit, num_scored):
-    """Only the most similar passages are encoded and scored: one if it decides, else half of all."""
+    """Only the most relevant passages, by both similarities, are encoded and scored: one if it decides, else half of
+    all."""
     monkeypatch.setattr(ask_independent.model.config, "most_answerability", limit)
-    similar = similarities_of(ask_independent.processor.encoder, QUESTION, MANY)
-    nearest = sorted(range(len(MANY)), key=similar.__getitem__, reverse=True)[:num_scored]
     answerer = Answerer(ask_independent.model, ask_independent.processor)
     (everything,) = answerer.score([QUESTION], [MANY], gate_mode="off")
+    relevance = {number: 30 * score.similarity + 15 * score.match for number, score in everything.items()}
+    nearest = sorted(relevance, key=relevance.__getitem__, reverse=True)[:num_scored]
     expected = {number: everything[number].answerability for number in sorted(nearest)}
     encode = mock.Mock(side_effect=SlotEncoder.encode_tokens)
     monkeypatch.setattr(SlotEncoder, "encode_tokens", lambda *args: encode(*args))
@@ -250,6 +262,48 @@ def test_few_passages_are_scored(ask_independent, monkeypatch, limit, num_scored
     assert sorted(texts) == sorted(MANY[number] for number in nearest)
     best = max(expected, key=lambda number: everything[number].log_odds)
     assert {segment["document"] for segment in record["segments"]} == {best}
+
+
+def test_late_interaction_ranks(ask_independent, monkeypatch):
+    """With a large `match_weight`, the passage whose words are most similar to the question's is scored and used."""
+    answerer, processor = ask_independent.answerer, ask_independent.processor
+    matches = matches_of(processor, QUESTION, MANY)
+    clear_text_caches()
+    alone = [maxsim_score(processor, QUESTION, [passage]) for passage in MANY]
+    assert matches == pytest.approx(alone, abs=1e-3)
+    similar = similarities_of(processor.encoder, QUESTION, MANY)
+    best = max(range(len(MANY)), key=matches.__getitem__)
+    assert best != max(range(len(MANY)), key=similar.__getitem__)
+    monkeypatch.setattr(answerer.model.config, "match_weight", 1e6)
+    (selection,) = answerer.select([QUESTION], [MANY])
+    assert [*selection.numbers] == [*selection.scores] == [best]
+    assert selection.scores[best].match == pytest.approx(matches[best], abs=1e-3)
+
+
+def test_score_adds_weighted_parts():
+    passage = ScoredPassage(0.75, 0.5, False, 8.0, match=0.25, match_weight=4.0)
+    assert passage.log_odds == pytest.approx(math.log(3) + 8 * 0.5 + 4 * 0.25)
+    assert passage.pair_odds == pytest.approx(math.log(3) + 10 * 0.5)  # as the multi-hop head was fitted
+
+
+def test_few_passages_are_matched(ask_independent, monkeypatch):
+    """Only the most similar passages are compared word by word; others count like the worst of these."""
+    answerer, processor = ask_independent.answerer, ask_independent.processor
+    monkeypatch.setattr(answering_arcaligner, "MATCHED_PASSAGES", 2)
+    monkeypatch.setattr(answerer.model.config, "match_weight", 1.0)
+    similar = similarities_of(processor.encoder, QUESTION, MANY)
+    nearest = sorted(range(len(MANY)), key=similar.__getitem__, reverse=True)[:2]
+    expected = dict(zip(nearest, matches_of(processor, QUESTION, [MANY[number] for number in nearest]), strict=True))
+    expected = {number: expected.get(number, min(expected.values())) for number in range(len(MANY))}
+    (scores,) = answerer.score([QUESTION], [MANY])
+    assert {number: passage.match for number, passage in scores.items()} == pytest.approx(expected, abs=1e-3)
+
+
+def test_no_weight_no_late_interaction(ask_independent, monkeypatch):
+    monkeypatch.setattr(ask_independent.model.config, "match_weight", 0.0)
+    monkeypatch.setattr(answering_arcaligner, "matches_of", None)  # not called
+    (scores,) = ask_independent.answerer.score([QUESTION], [MANY])
+    assert {passage.match for passage in scores.values()} == {0.0}
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])

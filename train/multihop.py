@@ -114,8 +114,8 @@ def fit_pairs(
     untitled = [row | {"passages": [passage["text"] for passage in row["passages"]]} for row in rows]
     for number, (row, row_scores) in enumerate(zip([*rows, *untitled], scores * 2, strict=True)):
         pairs = [*itertools.combinations(sorted(row_scores), 2)]
-        log_odds = {number_of_passage: score.log_odds for number_of_passage, score in row_scores.items()}
-        features.append(pair_features(row["question"], row["passages"], log_odds, pairs, processor.spacy_model).numpy())
+        odds = {number_of_passage: score.pair_odds for number_of_passage, score in row_scores.items()}
+        features.append(pair_features(row["question"], row["passages"], odds, pairs, processor.spacy_model).numpy())
         is_needed += [[*pair] == row["gold"] for pair in pairs]
         groups += [number] * len(pairs)
     features, is_needed, groups = np.concatenate(features), np.array(is_needed), np.array(groups)

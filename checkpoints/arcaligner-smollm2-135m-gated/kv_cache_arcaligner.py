@@ -1275,6 +1275,7 @@ _IRRELEVANT_SETTINGS = (
     "includes_base_model",
     "initializer_range",
     "lora_dropout",
+    "match_weight",
     "most_answerability",
     "scored_share",
     "similarity_weight",
