@@ -74,7 +74,7 @@ def test_folder_is_searched(ask, tmp_path):
         ([{"question": " "}], None, "has no question"),
         ([{"question": 3}], None, "mine.jsonl, line 1: `question` is 3 (int); expected a string."),
         ([{"question": "Who?"}], None, "1 of 1 questions have no `passages` (the first: 'Who?'), and no documents"),
-        ([{"question": "Who?"}], "--documents", "Found no document that can be read"),
+        ([{"question": "Who?"}], "--documents", "Found no document with text"),
         ([ROWS[0]], "--full-text-lora", "empty"),
     ],
 )
