@@ -70,8 +70,8 @@ def test_folder_is_searched(ask, tmp_path):
 @pytest.mark.parametrize(
     ("rows", "option", "message"),
     [
-        ([], None, "mine.jsonl has no question. Expected lines such as"),
-        ([{"question": " "}], None, "has no question"),
+        ([], None, "mine.jsonl contains no questions; expected lines such as"),
+        ([{"question": " "}], None, "contains no questions"),
         ([{"question": 3}], None, "mine.jsonl, line 1: `question` is 3 (int); expected a string."),
         ([{"question": "Who?"}], None, "1 of 1 questions have no `passages` (the first: 'Who?'), and no documents"),
         ([{"question": "Who?"}], "--documents", "Found no document with text"),

@@ -61,7 +61,11 @@ def test_old_method_names_give_warning(tmp_path):
         ({"color": "red"}, {}, "Unknown key `color` in the evaluation"),
         ({"tasks": ["squad"]}, {"passages": "golden"}, "`passages` is 'golden'; expected one of given, gold"),
         ({"tasks": ["squad"]}, {"top_k": 0}, "`top_k` is 0; expected a whole number of at least 1"),
-        ({"tasks": ["squad"]}, {"passages": "retrieved"}, "squad: `passages` is retrieved, but no corpus is named"),
+        (
+            {"tasks": ["squad"]},
+            {"passages": "retrieved"},
+            "`passages` is 'retrieved' for squad, but no corpus was given",
+        ),
         ({"batch_size": 0}, {}, "`batch_size` is 0"),
         ({"checkpoint": None}, {}, "No aligner was given"),
         ({"output": None}, {}, "No folder was given"),
