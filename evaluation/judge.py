@@ -258,7 +258,8 @@ def main(
     endpoint: Annotated[
         str,
         typer.Option(
-            help="Address of an OpenAI-compatible server; the environment variable OPENAI_API_KEY is its key."
+            help="Address of an OpenAI-compatible server. The API key is read from the environment variable "
+            "OPENAI_API_KEY."
         ),
     ] = ENDPOINT,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds to wait for a reply.")] = 60.0,

@@ -395,7 +395,14 @@ def serve_answers(
     device: Device = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535)] = 8000,
-    max_batch: Annotated[int, typer.Option(help="Maximum number of requests per batch.", min=1)] = 8,
+    max_batch: Annotated[
+        int,
+        typer.Option(
+            help="Maximum number of requests that are prepared together; up to four times as many are answered at the "
+            "same time.",
+            min=1,
+        ),
+    ] = 8,
     prefix_megabytes: Annotated[int, typer.Option(help="Memory for cached passages, in MiB.", min=0)] = 512,
     answer_megabytes: Annotated[
         int,

@@ -44,7 +44,7 @@ MinConfidence = Annotated[
     typer.Option(
         help="Abstain, with a fixed sentence such as 'not in the text', if the answerability is below this value. "
         "Answerability is how likely it is that the passages contain an answer, not that the answer is right. Default: "
-        "never abstain.",
+        "no threshold.",
         min=0,
         max=1,
     ),

@@ -73,7 +73,7 @@ def test_folder_is_searched(ask, tmp_path):
         ([], None, "mine.jsonl contains no questions; expected lines such as"),
         ([{"question": " "}], None, "contains no questions"),
         ([{"question": 3}], None, "mine.jsonl, line 1: `question` is 3 (int); expected a string."),
-        ([{"question": "Who?"}], None, "1 of 1 questions have no `passages` (the first: 'Who?'), and no documents"),
+        ([{"question": "Who?"}], None, "The question 'Who?' has no `passages`, and no documents were passed"),
         ([{"question": "Who?"}], "--documents", "Found no document with text"),
         ([ROWS[0]], "--full-text-lora", "empty"),
     ],

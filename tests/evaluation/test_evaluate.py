@@ -135,7 +135,7 @@ def test_missing_method_is_skipped(settings, caplog, place, checkpoint_dir):
     assert f"Skipped projector only: There is no checkpoint {place}. To train one, run" in caplog.text
     with pytest.raises(ValueError, match="LoRA of rank 4; expected an aligner without a LoRA for the method"):
         evaluate(settings(methods=["xrag"], xrag=str(checkpoint_dir)))
-    with pytest.raises(ValueError, match="`lora_positions` 'slots'; `--all-positions` needs an aligner with 'all'"):
+    with pytest.raises(ValueError, match="`lora_positions` 'slots'; expected 'all' for the method `all_positions`"):
         evaluate(settings(methods=["all_positions"], all_positions=str(checkpoint_dir)))
 
 
@@ -194,7 +194,7 @@ def test_truncated_line_is_answered_again(file, kept):
     file.path.write_bytes(whole + json.dumps(LINES[2], ensure_ascii=False).encode()[:kept])
     assert file.read() == LINES[:2] and file.open(SETTINGS, ROWS) == ROWS[2:]
     with file.claim():
-        with pytest.raises(ValueError, match=r"Another process is already writing answers to .*naive\.jsonl"):
+        with pytest.raises(ValueError, match=r"Another process is writing answers to .*naive\.jsonl"):
             with AnswerFile(file.run, file.task, file.method).claim():
                 pass
         file.append(LINES[2:3])

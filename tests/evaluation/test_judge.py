@@ -246,7 +246,7 @@ def test_agreement_without_verdicts(people, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "broken, message", [("human", "There is no .*human.tsv. Expected"), ("BEM", "has no column 'Gold answers'")]
+    "broken, message", [("human", "There is no .*human.tsv. Pass the folder"), ("BEM", "has no column 'Gold answers'")]
 )
 def test_other_files_are_refused(people, tmp_path, broken, message):
     path = people / f"NQ301_{broken}.tsv"
@@ -278,10 +278,10 @@ def test_endpoint_is_asked_greedily(endpoint, monkeypatch):
     [
         (500, "status 500", 1 + RETRIES),
         (429, "status 429", 1 + RETRIES),
-        (b"<html>", "no chat completion", 1),
-        (b'{"choices": []}', "no chat completion", 1),
-        (b"[]", "no chat completion", 1),
-        (None, "longer than 60 seconds", 1 + RETRIES),
+        (b"<html>", "not a chat completion", 1),
+        (b'{"choices": []}', "not a chat completion", 1),
+        (b"[]", "not a chat completion", 1),
+        (None, "no reply within 60 seconds", 1 + RETRIES),
     ],
 )
 def test_failed_reply_leaves_others(failure, problem, attempts, endpoint, caplog):

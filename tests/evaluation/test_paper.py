@@ -186,13 +186,14 @@ def test_perplexity_of_text_and_slots(make, checkpoint_dir):
     (page,) = reproduce("perplexity", made)
     text = page.read_text(encoding="utf-8")
     assert "| Base |" in text and "| ours |" in text and "| xRAG |" not in text
-    assert "- xRAG: there is no folder runs/nowhere; `python -m arcaligner train --recipe RECIPE --stage 1`" in text
+    command = "`python -m arcaligner train --recipe RECIPE --stage 1`"
+    assert f"- xRAG: There is no folder runs/nowhere. To train this aligner, run {command}." in text
     model, processor = load_aligner(str(checkpoint_dir), "cpu")
     losses = perplexity.slot_losses(model, processor, question_rows(3), "segment")
     numbers = perplexity.summarize_losses(losses)
     assert json.loads((made.folder / "perplexity_ours.json").read_text())["numbers"] == numbers
     assert numbers["passages"] == 3 and numbers["perplexity"][1] < numbers["perplexity"][0] < numbers["perplexity"][2]
-    with pytest.raises(ValueError, match="No checkpoint after stage I is on this machine. Train one"):
+    with pytest.raises(ValueError, match="This machine has no checkpoint of stage I. Train one"):
         reproduce("perplexity", make(reproduce={"stage_one": {"xRAG": "runs/nowhere"}}))
 
 
@@ -209,5 +210,5 @@ def test_all_leaves_out_by_name(make, caplog):
     assert "In what country is Toronto Northwest?" in cases and "`traj = [" in cases and "LL" in cases
     assert "The evidence is in sentence 2" in cases.split("## Case 2")[0]
     assert "intervals of F1" not in (folder / "categories.md").read_text(encoding="utf-8")  # it shows no F1
-    with pytest.raises(ValueError, match="no part 'table4' of the paper; expected one of table1"):
+    with pytest.raises(ValueError, match="part to reproduce is 'table4'; expected one of table1"):
         reproduce("table4", make())

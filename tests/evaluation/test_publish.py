@@ -209,5 +209,5 @@ def test_f1_and_time_share_compression():
     }
     del sets[2.0]["methods"]["arcaligner_x8"]
     assert [tokens_per_slot for *_, tokens_per_slot in speed_curves(report, sets)["slots, cached"]] == [4]
-    with pytest.raises(ValueError, match="has no measurement of 20 passages at 16"):
+    with pytest.raises(ValueError, match="has no measurement of 20 passages with `tokens_per_slot` 16"):
         find_size(report, 20, 16)

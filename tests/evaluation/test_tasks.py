@@ -83,7 +83,7 @@ def test_local_file_replaces_the_hub(tmp_path, caplog, suffix):
 
 def test_impossible_tasks_are_refused(tmp_path, hub):
     """A task that has no data, or that cannot be evaluated, is refused."""
-    with pytest.raises(FileNotFoundError, match=r"no squad\.jsonl\.gz in .*to take rajpurkar/squad"):
+    with pytest.raises(FileNotFoundError, match=r"no squad\.jsonl\.gz in .*to load rajpurkar/squad"):
         TASKS["squad"].load(tmp_path)
     hub.assert_not_called()
     write_rows(tmp_path / "squad.jsonl", [row(0), row(1), row(0, question="Else?")])
@@ -93,5 +93,5 @@ def test_impossible_tasks_are_refused(tmp_path, hub):
     with pytest.raises(ValueError, match=r"nq\.jsonl has no row with both a question and a gold answer"):
         TASKS["nq"].load(tmp_path)
     hub.side_effect = ConnectionError("offline")
-    with pytest.raises(OSError, match=r"rajpurkar/squad: ConnectionError.*squad\.jsonl\.gz into the folder"):
+    with pytest.raises(OSError, match=r"rajpurkar/squad: ConnectionError.*squad\.jsonl\.gz in a folder"):
         TASKS["squad"].load()
