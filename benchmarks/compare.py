@@ -13,6 +13,7 @@ answer of the first row, which uses the text. It shows how often slots change an
 """
 
 import json
+import logging
 import statistics
 import tempfile
 import time
@@ -32,6 +33,8 @@ from ..evaluation.answering import answer_text, load_aligner, load_text_lora
 from ..evaluation.methods import compression_title, whole_text
 from ..evaluation.tasks import with_passages
 from ..pipeline_arcaligner import ArcAlignerPipeline
+
+logger = logging.getLogger(__name__)
 
 COLUMNS = ("input", "positions", "F1, %", "EM, %", "agreement, %", "first token")
 REMARKS = (
@@ -63,6 +66,8 @@ def add_passages(rows: list[Row], sources: list[str], processor, top_k: int) -> 
     finds."""
     without_passages = [row for row in rows if not any(passage["text"].strip() for passage in row["passages"])]
     if not without_passages:
+        if sources:
+            logger.warning("`--documents` has no effect, because each question has its own `passages`.")
         return rows
     if not sources:
         raise ValueError(

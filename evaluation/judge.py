@@ -279,6 +279,8 @@ def main(
             f"{passed} passed; expected one of them. Pass `--run` to judge the answers of a run, or `--agreement` to "
             "compare the judge with people."
         )
+    if run is not None and number is not None:
+        raise ValueError("`-n` works with `--agreement` only; `--run` judges all answers of a run. Leave out `-n`.")
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     judge = ChatEndpoint(model, endpoint, timeout=timeout)

@@ -128,6 +128,11 @@ def read_settings(recipe: str | None, command_keys: dict[str, Any], of_tasks: di
         task_keys = (of_recipe.get(name) if isinstance(of_recipe, dict) else None) or {}
         refuse_unknown(f"`{name}`", task_keys, _fields(TaskSettings))
         tasks[name] = TaskSettings(**task_keys | over)
+    if command_keys.get("corpus") is not None and all(task.passages != "retrieved" for task in tasks.values()):
+        raise ValueError(
+            "`--corpus` has no effect, because passages are not retrieved. Add `--passages retrieved`, or leave out "
+            "`--corpus`."
+        )
     return EvaluationSettings(**{"methods": list(METHODS)} | keys | {"tasks": tasks})
 
 

@@ -533,6 +533,11 @@ def train(
     from ...train.stages import find_recipe, read_stages, run_stages
 
     if dry_run:
+        if accelerate is not None:
+            raise ValueError(
+                "`--accelerate` has no effect with `--dry-run`. Leave it out, and pass the number of GPUs with "
+                "`--gpus`."
+            )
         import torch
 
         from ...train.plan import lines_of, plan_stages
@@ -717,6 +722,8 @@ def reproduce(
     judging = {"judge": judge, "endpoint": endpoint}
     judging = {name: value for name, value in judging.items() if value is not None}
     settings.reproduce = replace(settings.reproduce, **judging)
+    if judge is not None and settings.reproduce.endpoint is None:
+        raise ValueError("`--judge` needs the address of a server with this model. Pass the address with `--endpoint`.")
     for page in make(part, Reproduction(settings, num_questions)):
         show(page.read_text(encoding="utf-8"))
         messages.print(f"Written to {page}", markup=False)

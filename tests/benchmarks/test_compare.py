@@ -85,6 +85,13 @@ def test_compare_errors_print_one_line(ask, tmp_path, rows, option, message):
     assert not (tmp_path / "out").exists()
 
 
+def test_unused_documents_are_reported(ask, tmp_path, caplog):
+    """Documents that no question needs give a warning."""
+    (tmp_path / "texts").mkdir()
+    code, _, _ = ask(ROWS, "--documents", tmp_path / "texts", "-n", 1)
+    assert code == 0 and "`--documents` has no effect" in caplog.text
+
+
 def test_scores_need_answers():
     """Scores are over the questions with answers, agreement over all."""
     text = [TimedAnswer("by Ada", 8, 0.2), TimedAnswer("June", 4, 0.4)]

@@ -66,6 +66,7 @@ def test_old_method_names_give_warning(tmp_path):
             {"passages": "retrieved"},
             "`passages` is 'retrieved' for squad, but no corpus was given",
         ),
+        ({"tasks": ["squad"], "corpus": "texts"}, {}, "`--corpus` has no effect.*Add `--passages retrieved`"),
         ({"batch_size": 0}, {}, "`batch_size` is 0"),
         ({"checkpoint": None}, {}, "No aligner was given"),
         ({"output": None}, {}, "No folder was given"),

@@ -255,6 +255,12 @@ def test_other_files_are_refused(people, tmp_path, broken, message):
         judge_people(people, tmp_path, judge_of(), "judge")
 
 
+def test_number_needs_agreement(tmp_path):
+    """A limit on human judgements is refused where none are read."""
+    with pytest.raises(ValueError, match="`-n` works with `--agreement` only"):
+        main(run=tmp_path, number=1)
+
+
 # The endpoint
 
 PROMPTS = ["Is it?", "Who wrote the letter, and did anybody else know of it?", "Was it created in 1924?", "Why?", "No?"]

@@ -148,6 +148,12 @@ def test_missing_checkpoint_fails_fast(run_cli, monkeypatch, tmp_path, command):
     model_info.assert_called_once_with("nowhere/x", timeout=shared.HUB_SECONDS)
 
 
+def test_judge_needs_an_endpoint(run_cli):
+    """A judge without an address is refused before any question is loaded."""
+    code, _, err = run_cli("reproduce", "table1", "--judge", "a/judge")
+    assert code == 1 and "`--judge` needs the address of a server" in err
+
+
 def test_user_errors_print_one_line(answer, base_model_dir, document, tmp_path, monkeypatch):
     monkeypatch.setattr(cli, "MANY_PASSAGES", 4)
     texts = {"binary": b"\0\1\2 \xff", "empty": b" \n", "long": 25 * LONG.encode(), "one_word": b"x" * (4 * 256 + 1)}
