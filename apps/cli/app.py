@@ -518,7 +518,9 @@ def train(
     ] = False,
     gpus: Annotated[
         int | None,
-        typer.Option(help="Number of GPUs that `--dry-run` assumes. Default: all of this machine, at least 1.", min=1),
+        typer.Option(
+            help="Number of GPUs that `--dry-run` assumes. Default: those of this machine, or 1 if it has none.", min=1
+        ),
     ] = None,
     tokens_per_second: Annotated[
         float | None,

@@ -101,8 +101,8 @@ def build(
     show(summary(report, corpus.info()))
     if strict and report.skipped:
         raise ValueError(
-            f"{len(report.skipped)} of the files and rows {'was' if len(report.skipped) == 1 else 'were'} skipped, "
-            f"first this one: {one_line(report.skipped[0])}. Everything else is in the corpus. Correct or remove what "
+            f"{len(report.skipped)} of the files and rows {'was' if len(report.skipped) == 1 else 'were'} skipped. "
+            f"The first one: {one_line(report.skipped[0])}. Everything else is in the corpus. Correct or remove what "
             "was skipped, or leave out `--strict`."
         )
 

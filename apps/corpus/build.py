@@ -115,7 +115,7 @@ def build_corpus(
             on_batch(report)
         if not report.added + report.replaced + report.unchanged:
             why = f" ({report.skipped[0]})" if report.skipped else ""
-            others = f" or the {counted(len(sources) - 1, 'source')} after it" if len(sources) > 1 else ""
+            others = f" and {counted(len(sources) - 1, 'more source')}" if len(sources) > 1 else ""
             raise ValueError(
                 f"Found no document with text in {sources[0]}{others}{why}. Pass files or folders with text, or a data "
                 "set of the Hub."

@@ -54,7 +54,7 @@ def precompute_corpus(corpus: Corpus, model, processor, on_progress: Callable[[s
                         f"{missing[0]} could not be written. Free disk space, and run the command again to continue."
                     )
                 used.update(paths)
-                done = f"{counted(store.misses, 'passage')} computed, {store.loads} already computed before"
+                done = f"{counted(store.misses, 'passage')} computed, {store.loads} already computed"
                 on_progress(done)
         if outdated := set(folder.glob("*.safetensors")) - used:
             done += f", {counted(len(outdated), 'outdated file')} removed"

@@ -174,7 +174,7 @@ class VllmProcess(VllmServer):
             if self._closed.wait(waited):
                 return
             waited = min(60.0, waited * 2)  # if vLLM cannot start, wait longer and longer before the next try
-            logger.warning("vLLM ended with exit code %s and is now started again.", self.process.returncode)
+            logger.warning("vLLM ended with exit code %s. Restarting vLLM.", self.process.returncode)
             with self._starting:  # so that `close` ends the new process
                 if self._closed.is_set():
                     return

@@ -182,7 +182,7 @@ def check_slots(slots: Any) -> list[Header]:
     if not is_list or not all(type(count) is int and count >= 0 for _, count in slots):
         raise ValueError(
             f"`slots` is {reprlib.repr(slots)}; expected [[KEY, number of slots], ...]. Each KEY is the name of a file "
-            "of the folder of precomputed passages, without .safetensors. Put the file of the text before the passages "
+            "in the folder of precomputed passages, without .safetensors. Put the file of the text before the passages "
             "first."
         )
     headers = [read_header(key) for key, _ in slots]
@@ -680,7 +680,7 @@ class SlotsLogitsProcessor(AdapterLogitsProcessor):
             check_slots(params["slots"])
             if sampling_params.prompt_logprobs is not None or sampling_params.skip_reading_prefix_cache:
                 raise ValueError(
-                    "Slots are a cached prefix, so `prompt_logprobs` and `skip_reading_prefix_cache` do not work. "
+                    "Requests with `slots` support neither `prompt_logprobs` nor `skip_reading_prefix_cache`. "
                     "Leave both out."
                 )
         if (copy := params.get("copy")) is not None:

@@ -67,7 +67,7 @@ def test_strict_build_fails_last(run_cli, letters, checkpoint_dir, tmp_path):
     for command in (build, ("corpus", "add", letters, "--corpus", folder, "--strict", *aligner)):
         code, out, err = run_cli(*command)
         last = err.splitlines()[-1]
-        assert code == 1 and "Error: 1 of the files and rows was skipped, first this one: " in last
+        assert code == 1 and "Error: 1 of the files and rows was skipped. The first one: " in last
         assert "a.txt is not text in UTF-8" in last and "1 skipped." in out
     assert len(Corpus(folder).documents()) == 3
 
