@@ -195,7 +195,9 @@ def slots_table(record: dict[str, Any], passages: list[Passage], has_gates: bool
 def compression_summary(statistics: dict[str, Any]) -> str:
     """The number of tokens, the number of slots and their ratio, in one line."""
     tokens, slots = counted(statistics["tokens"], "token"), counted(statistics["slots"], "slot")
-    return f"{tokens} of text compressed to {slots} ({statistics['compression_rate']:.1f} tokens per slot)"
+    dropped = statistics.get("dropped", 0)
+    loss = f"; {counted(dropped, 'slot')} dropped because of `--max-slots`" if dropped else ""
+    return f"{tokens} of text compressed to {slots} ({statistics['compression_rate']:.1f} tokens per slot){loss}"
 
 
 @app.command()
@@ -314,8 +316,8 @@ def describe_record(record: dict[str, Any], passages: list[Passage], no_answer: 
         for source in sources:
             messages.print(source_line(source), markup=False, soft_wrap=True)
     if unused := len(passages) - len(sources):
-        option = "--max-slots" if record["statistics"].get("dropped") else "--max-passages"
-        messages.print(f"[dim]{counted(unused, 'passage')} not used. To use more, pass a higher `{option}`.[/]")
+        options = "`--max-passages`" + (" and `--max-slots`" if record["statistics"].get("dropped") else "")
+        messages.print(f"[dim]{counted(unused, 'passage')} not used. To use more, pass a higher {options}.[/]")
     warn_if_not_verbatim(record["generated_text"].strip(), sources, no_answer)
     print_estimates(*(record["statistics"].get(name) for name in ("answerability", "answer_likelihood")))
     messages.print(f"[dim]{compression_summary(record['statistics'])}[/]")
@@ -648,6 +650,7 @@ def evaluate(
     for aligner in (checkpoint, xrag, projector_only):
         if aligner is not None:
             shared.check_checkpoint_exists(aligner)
+    shared.check_device(device)
     from ...evaluation.evaluate import evaluate
     from ...evaluation.results import results_page
     from ...evaluation.settings import read_settings, split_names
@@ -711,6 +714,7 @@ def reproduce(
     """Reproduce tables, figures and case studies of the paper as Markdown pages, and print these pages."""
     if checkpoint is not None:
         shared.check_checkpoint_exists(checkpoint)
+    shared.check_device(device)
     from ...evaluation.paper import TASKS_OF_PAPER, Reproduction
     from ...evaluation.paper import reproduce as make
     from ...evaluation.settings import read_settings
@@ -773,6 +777,7 @@ def compare(
 ) -> None:
     """Answer your own questions from the text of your passages and from their slots, and compare the answers."""
     shared.check_checkpoint_exists(checkpoint)
+    shared.check_device(device)
     from ...benchmarks.compare import run_compare
     from ...evaluation.settings import split_tokens_per_slot
 

@@ -102,6 +102,19 @@ def check_checkpoint_exists(checkpoint: str) -> None:
         ) from error
 
 
+def check_device(device: str | None) -> None:
+    """Raise `ValueError` for a device that does not exist here, before models are loaded."""
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"`--device` is {device!r}, but this machine has no such device, or torch does not support it. Pass "
+            "`--device cpu`, or leave out `--device`."
+        ) from error
+
+
 def silence_transformers() -> None:
     """Hide the progress bars and warnings of transformers."""
     from transformers.utils import logging
@@ -132,6 +145,7 @@ def load_pipeline(checkpoint: str, dtype: str | None = None, device: str | None 
     from ...processing_arcaligner import ArcAlignerProcessor
     from ...share.hub import read_aligner_config
 
+    check_device(device)
     silence_transformers()
     read_aligner_config(checkpoint)
     processor = ArcAlignerProcessor.from_pretrained(checkpoint)

@@ -148,6 +148,21 @@ def test_missing_checkpoint_fails_fast(run_cli, monkeypatch, tmp_path, command):
     model_info.assert_called_once_with("nowhere/x", timeout=shared.HUB_SECONDS)
 
 
+@pytest.mark.parametrize("device", ["gpu", "cuda:99"])
+def test_missing_device_is_refused(run_cli, document, checkpoint_dir, monkeypatch, device):
+    """A device that does not exist is refused in one line."""
+    monkeypatch.setattr(shared, "load_pipeline", cli_load_pipeline)
+    options = ("--checkpoint", checkpoint_dir, "--device", device)
+    code, _, err = run_cli("answer", QUESTION, "--document", document, *options)
+    assert code == 1 and err.splitlines()[-1].startswith(f"Error: `--device` is '{device}', but this machine has no")
+
+
+def test_dropped_slots_are_reported(answer, document):
+    """Slots that `--max-slots` drops are counted."""
+    code, _, err = answer(document, options=["--max-slots", 1])
+    assert code == 0 and "dropped because of `--max-slots`" in " ".join(err.split())
+
+
 def test_judge_needs_an_endpoint(run_cli):
     """A judge without an address is refused before any question is loaded."""
     code, _, err = run_cli("reproduce", "table1", "--judge", "a/judge")
