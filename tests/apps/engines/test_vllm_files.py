@@ -279,8 +279,8 @@ def test_mismatched_requests_are_refused(files, aligner, folder, monkeypatch):
             slots.check_slots(pairs)
     for extra, options, message in (
         ({"slot": body}, {}, "expected only `slots` and `copy`"),
-        ({"slots": body}, {"prompt_logprobs": 1}, "`prompt_logprobs` and"),
-        ({"slots": body}, {"skip_reading_prefix_cache": True}, "`skip_reading_prefix_cache` do not work"),
+        ({"slots": body}, {"prompt_logprobs": 1}, "neither `prompt_logprobs` nor"),
+        ({"slots": body}, {"skip_reading_prefix_cache": True}, "nor `skip_reading_prefix_cache`"),
         ({"copy": {"bonus": 8, "texts": [[1]], "end_ids": []}}, {}, "`copy` is malformed"),
     ):
         params = {"prompt_logprobs": None, "skip_reading_prefix_cache": None} | options
