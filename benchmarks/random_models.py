@@ -144,9 +144,9 @@ def check_fits(shape: str, dtype: torch.dtype, longest: int, device: str, free: 
     if (bytes_needed := needed(shape)) <= free:
         return
     fitting = [name for name in SHAPES if name not in (shape, "tiny") and needed(name) <= free]
-    advice = "No shape fits: free memory of the GPU, or choose another one with `--device`."
+    advice = "No shape fits. Free memory of this GPU, or choose another GPU with `--device`."
     if fitting:
-        advice = f"Shapes that fit: {', '.join(fitting)}."
+        advice = f"Pass a shape that fits: {', '.join(fitting)}."
     raise ValueError(
         f"`--shape` is {shape}, which needs about {bytes_needed / GIB:.1f} GiB in {str(dtype).removeprefix('torch.')}, "
         f"but {device} has {free / GIB:.1f} GiB free of {total / GIB:.1f}. {advice}"

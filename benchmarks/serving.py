@@ -20,6 +20,7 @@ import typer
 
 from ..common.files import describe_machine, markdown_table, run_command
 from ..common.rows import read_rows
+from .latency import parse_sizes
 
 # Numbers of passages to search for, chosen by the length of the question; maximum tokens of an answer, in turn.
 NUM_PASSAGES, MAX_TOKENS = (1, 3, 5, 10), (4, 16, 64)
@@ -74,7 +75,8 @@ def main(
     distinct: Annotated[
         int | None,
         typer.Option(
-            help="Use only this many questions, again and again. Each is first asked once, untimed. Default: all.",
+            help="Number of different questions, which are asked repeatedly. Each is asked once before the timing "
+            "starts. Default: all.",
             min=1,
         ),
     ] = None,
@@ -83,13 +85,14 @@ def main(
     """Send questions to a running server. Print answers per second and latency quantiles as a table and as a JSON
     line."""
     texts = [row["question"] for row in read_rows(questions)][:distinct]
+    numbers_of_clients = parse_sizes(clients, "--clients")
     memory(url, api_key)  # raises if there is no server
     if distinct is not None:
         asyncio.run(ask_all(url, api_key, texts, 1))
     columns = ["Clients", "Answers/s", "p50, s", "p95, s", "p99, s", "Batch size", "Cached passages"]
     columns += ["Server memory, MB", "Failed requests"]
     rows, measured = [], {}
-    for number, count in enumerate(int(size) for size in clients.split(",")):
+    for number, count in enumerate(numbers_of_clients):
         sent = [texts[(number * requests + index) % len(texts)] for index in range(requests)]
         before, began = memory(url, api_key), time.perf_counter()
         answers = asyncio.run(ask_all(url, api_key, sent, count))

@@ -495,7 +495,7 @@ def main(
     ] = 240.0,
     passage_attention: Annotated[
         Literal["joint", "separate"],
-        typer.Option(help="joint: slots attend to earlier passages; separate: passages are independent."),
+        typer.Option(help="joint: slots also attend to earlier passages; separate: passages are independent."),
     ] = "joint",
     output: Annotated[Path | None, typer.Option(help="Folder for the report and its table.")] = None,
 ) -> None:
@@ -520,7 +520,7 @@ def main(
     columns = (*Progress.get_default_columns()[:2], TimeElapsedColumn())
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(Progress(*columns, console=Console(stderr=True), transient=True))
-        task = progress.add_task("building the model", total=1 + len(batch_sizes) * (1 + len(sizes)) + 1)
+        task = progress.add_task("Building the model", total=1 + len(batch_sizes) * (1 + len(sizes)) + 1)
         config = make_config(shape, report["is_cut"], passage_attention)
         aligner = build_aligner(config, place, backbone_dtype)
         show = partial(progress.update, task, advance=1)

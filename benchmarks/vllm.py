@@ -258,7 +258,9 @@ def parse_arms(names: str) -> list[str]:
     """
     arms = [arm.strip() for arm in names.split(",")]
     if unknown := [arm for arm in arms if arm not in ARMS]:
-        raise ValueError(f"`--arms` has {unknown[0]!r}; expected one or more of {', '.join(ARMS)}, with commas.")
+        raise ValueError(
+            f"`--arms` has {unknown[0]!r}; expected one or more of {', '.join(ARMS)}, separated by commas."
+        )
     return arms
 
 
@@ -270,7 +272,9 @@ def parse_batches(batches: str) -> list[tuple[int, int]]:
     """
     pairs = [re.fullmatch(r"([1-9]\d*):([1-9]\d*)", batch.strip()) for batch in batches.split(",") if batch.strip()]
     if None in pairs:
-        raise ValueError(f'`--batches` is {batches!r}; expected "passages:questions", such as "5:12,20:6".')
+        raise ValueError(
+            f"`--batches` is {batches!r}; expected PASSAGES:QUESTIONS, separated by commas, such as 5:12,20:6."
+        )
     return [(int(pair[1]), int(pair[2])) for pair in pairs]
 
 
@@ -295,13 +299,17 @@ def main(
         int, typer.Option(help="Rounds of each measurement. A round has as many questions as clients, at least 4.")
     ] = 1,
     dtype: Annotated[str, typer.Option(help="Precision of both engines: float32 or bfloat16.")] = "float32",
-    vllm_options: Annotated[str, typer.Option(help="Options of vLLM's server, in quotes.")] = "--enforce-eager",
+    vllm_options: Annotated[str, typer.Option(help="Options of vLLM's server, as one string.")] = "--enforce-eager",
     data: Annotated[Path, typer.Option(help="JSON Lines file of questions with passages.")] = SQUAD_SAMPLE,
 ) -> None:
     """Measure vLLM with slots, vLLM with text, and the engine of this project, in turns."""
     if (python := find_vllm()) is None:
-        raise ImportError("vLLM is not installed. Run `make vllm`, or set ARCALIGNER_VLLM to a Python that has it.")
+        raise ImportError(
+            "vLLM is not installed. Run `make vllm` in the repository, or set the environment variable ARCALIGNER_VLLM "
+            "to the path of a Python interpreter that has vLLM."
+        )
     arm_names, batch_sizes = parse_arms(names), parse_batches(batches)
+    numbers_of_passages, numbers_of_clients = parse_sizes(sizes), parse_sizes(clients, "--clients")
     rows, measured, first_tokens, number = list(read_rows(data)), [], [], 0
     output.mkdir(parents=True, exist_ok=True)
     columns = ["Passages", "Clients", "Arm", "First token, s", "Answers/s", "Processor time per answer, s"]
@@ -320,8 +328,8 @@ def main(
                 ]
                 columns_of_batches = ["Passages", "Questions", "Arm", "All first tokens, s", "Processor time, s"]
                 typer.echo("\n".join(markdown_table(columns_of_batches, lines)))
-            for size in parse_sizes(sizes):
-                for count in parse_sizes(clients):
+            for size in numbers_of_passages:
+                for count in numbers_of_clients:
                     questions = max(4, count)
                     measured.append(measure(arms, rows, size, count, questions, rounds, number))
                     number += questions * rounds

@@ -46,8 +46,8 @@ async def first_token(client: httpx.AsyncClient, model: str, body: dict[str, Any
     async with client.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.status_code != 200:
             raise ValueError(
-                f"The server at {client.base_url} answered with status {response.status_code}; expected 200. It says: "
-                f"{(await response.aread()).decode()[:300]}"
+                f"The server at {client.base_url} answered with status {response.status_code}; expected 200. The "
+                f"reply: {(await response.aread()).decode()[:300]}"
             )
         async for line in response.aiter_lines():
             if line.startswith("data: {"):

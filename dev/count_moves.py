@@ -250,13 +250,13 @@ def print_counts(name: str, recorder: Recorder, with_pairs: bool, with_walk: boo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("ways", nargs="*", help=f"Default: all of {', '.join(WAYS)}.")
-    parser.add_argument("--pairs", action="store_true", help="Also print the number of moves between each two files.")
+    parser.add_argument("ways", nargs="*", help=f"What to run. Default: {', '.join(WAYS)}.")
+    parser.add_argument("--pairs", action="store_true", help="Also print the number of moves between every two files.")
     parser.add_argument("--walk", action="store_true", help="Also print each move; repetitions are not folded.")
-    parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT, help="A folder with a checkpoint.")
+    parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT, help="Folder of the checkpoint to run.")
     args = parser.parse_args()
     if unknown := set(args.ways) - set(WAYS):
-        parser.error(f"unknown: {', '.join(map(repr, sorted(unknown)))}; expected one or more of {', '.join(WAYS)}")
+        parser.error(f"unknown ways: {', '.join(map(repr, sorted(unknown)))}; expected some of {', '.join(WAYS)}")
     logging.disable_progress_bar()
     for name in args.ways or WAYS:
         print_counts(name, WAYS[name](args.checkpoint), args.pairs, args.walk)

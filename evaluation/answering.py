@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from ..answering_arcaligner import MAX_NEW_TOKENS, Answerer, greedy_answers
 from ..attention_arcaligner import CACHE, check_can_separate, passage_positions, separate_passages
-from ..common.files import progress_lines
+from ..common.files import counted, progress_lines
 from ..common.rows import Row
 from ..configuration_arcaligner import check_length
 from ..kv_cache_arcaligner import cache_of
@@ -264,5 +264,5 @@ def in_batches(rows: list[Row], batch_size: int, run: Callable[[list[Row]], Any]
                 continue
             # After the `except` block, where no reference to the tensors of the failed batch remains.
             batch_size = len(batch) // 2
-            logger.warning("out of memory: continuing with batches of %d questions", batch_size)
+            logger.warning("Out of memory: continuing with %s per batch.", counted(batch_size, "question"))
             clear_device_cache(garbage_collection=True)

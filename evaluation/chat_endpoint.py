@@ -46,7 +46,9 @@ class ChatEndpoint:
             message = "Requests to an endpoint need the package openai. Run `pip install 'arcaligner[evaluation]'`."
             raise ImportError(message) from error
         if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"The endpoint is {self.url!r}; expected an address, such as {ENDPOINT}.")
+            raise ValueError(
+                f"The endpoint is {self.url!r}; expected an address with http:// or https://, such as {ENDPOINT}."
+            )
         key = os.environ.get(KEY_VARIABLE) or "none"
         client = openai.OpenAI(base_url=self.url, api_key=key, timeout=self.timeout, max_retries=RETRIES)
         pool = ThreadPoolExecutor(CONCURRENCY)
@@ -64,21 +66,21 @@ class ChatEndpoint:
             completion = client.chat.completions.create(model=self.model, messages=[message], **greedy)
             return completion.choices[0].message.content or ""
         except openai.APITimeoutError:
-            problem = f"it took longer than {self.timeout:g} seconds"
+            problem = f"no reply within {self.timeout:g} seconds"
         except openai.APIConnectionError as error:
             raise ConnectionError(
-                f"The endpoint {self.url} cannot be reached ({error.__cause__}). Start the server, or choose another "
-                "with `--endpoint`. The same command then continues after the replies that it has received."
+                f"The endpoint {self.url} cannot be reached ({error.__cause__ or error}). Start the server or pass "
+                "another address with `--endpoint`, and run the command again; it continues where it stopped."
             ) from error
         except (openai.InternalServerError, openai.RateLimitError) as error:
-            problem = f"status {error.status_code}"
+            problem = f"HTTP status {error.status_code}"
         except openai.APIStatusError as error:
             raise ValueError(
                 f"{self.url} rejects requests to `{self.model}` (status {error.status_code}: "
-                f"{error.response.text[:300]}). Check the address, the model's name there, and the key in "
-                f"${KEY_VARIABLE}."
+                f"{error.response.text[:300]}). Check the address, the name of the model, and the key in the "
+                f"environment variable {KEY_VARIABLE}."
             ) from error
         except (openai.OpenAIError, ValueError, TypeError, LookupError, AttributeError) as error:
-            problem = f"no chat completion ({type(error).__name__}: {error})"
+            problem = f"the reply is not a chat completion ({type(error).__name__}: {error})"
         logger.warning("A request to %s failed: %s", self.model, problem)
         return None

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from ..answering_arcaligner import MAX_NEW_TOKENS
-from ..common.files import describe_machine, digest, tracked
+from ..common.files import counted, describe_machine, digest, tracked
 from ..common.rows import Row
 from ..loading_arcaligner import default_dtype
 from ..processing_arcaligner import ArcAlignerProcessor
@@ -64,7 +64,7 @@ def answer_all(
                 answer_tasks(method, task_rows, run, on_done)
             except MissingMethodError as error:
                 if run is settings:  # log it once
-                    logger.warning("skipped %s: %s", method.title, error)
+                    logger.warning("Skipped %s: %s", method.title, error)
                 skipped[method.title] = str(error)
                 on_done(sum(map(len, task_rows.values())))
     return skipped
@@ -79,11 +79,11 @@ def load_rows(name: str, settings: EvaluationSettings) -> list[Row]:
     rows = select_passages(rows, task.passages, task.top_k)
     if not any(row["passages"] for row in rows) and set(settings.methods) != {"naive"}:
         raise ValueError(
-            f"{TASKS[name].title} has no passages of its own. Retrieve some with `--passages retrieved --corpus "
-            f"CORPUS`, or pass with `--data` a folder whose {name}.jsonl.gz has them."
+            f"The questions of {TASKS[name].title} have no passages. Retrieve some with `--passages retrieved --corpus "
+            f"CORPUS`, or add `passages` to {name}.jsonl.gz in a folder, and pass this folder with `--data`."
         )
     if num_empty := sum(not row["passages"] for row in rows):
-        logger.warning("%s: %d of %d questions have no passage", TASKS[name].title, num_empty, len(rows))
+        logger.warning("%s: no passages for %d of %d questions", TASKS[name].title, num_empty, len(rows))
     return rows
 
 
@@ -97,7 +97,7 @@ def retrieve(rows: list[Row], corpus: str, checkpoint: str, top_k: int) -> list[
     num_passages = max(top_k, MIN_CANDIDATES)
     return [
         with_passages(row, retriever(row["question"], num_passages).documents[:top_k])
-        for row in tracked(rows, "searching")
+        for row in tracked(rows, "Retrieving passages")
     ]
 
 
@@ -113,7 +113,8 @@ def answer_tasks(
     for task, unanswered in todo.items():
         if unanswered:
             title = f"{TASKS[task].title}: {method.title}" + (", floor" if settings.output.name == FLOOR else "")
-            logger.info("%s, %d questions", title, len(unanswered))  # a log line remains, even without a progress bar
+            # A log line remains, even without a progress bar.
+            logger.info("%s, %s", title, counted(len(unanswered), "question"))
             with files[task].claim():
                 in_batches(unanswered, settings.batch_size, partial(answer_batch, answer, files[task], on_done), title)
 

@@ -101,7 +101,7 @@ def judge_answers(judge: Judge, rows: Sequence[Row], file: AnswerFile, again: bo
     if not todo:
         return
     file.path.parent.mkdir(parents=True, exist_ok=True)
-    title = f"judging answers of {file.method.removesuffix(VERDICTS)}"
+    title = f"Judging answers of {file.method.removesuffix(VERDICTS)}"
     bar = {"description": title, "total": len(todo), "transient": True, "console": Console(stderr=True)}
     with file.claim():
         replies = track(judge([prompt for _, prompt in todo]), **bar)
@@ -112,7 +112,8 @@ def judge_answers(judge: Judge, rows: Sequence[Row], file: AnswerFile, again: bo
     verdicts = [*read_verdicts(file, rows).values()]
     if count := verdicts.count(UNREADABLE):
         logger.warning(
-            "%s: %d of %d replies begin with neither yes nor no. These answers count as wrong.",
+            "%s: the judge replied neither yes nor no to %d of %d answers. Such an answer counts as wrong. To ask "
+            "again, run `python -m arcaligner.evaluation.judge` with `--again`.",
             *(file.path, count, len(verdicts)),
         )
 
@@ -122,7 +123,7 @@ def judge_run(run: Path, endpoint: ChatEndpoint, again: bool = False) -> list[st
     rows = {file: [row for row in file.read() if usable_golds(row["answers"])] for file in answer_files(run)}
     rows = {file: answered for file, answered in rows.items() if answered}
     if not rows:
-        raise ValueError(f"{run} contains no answers. Run `python -m arcaligner evaluate` first.")
+        raise ValueError(f"{run} contains no answers to questions with a gold answer. Run `arcaligner evaluate` first.")
     cells = []
     for file, answers in rows.items():
         judge_answers(endpoint, answers, verdicts := verdict_file(file, endpoint.model), again)
@@ -139,7 +140,7 @@ def judge_run(run: Path, endpoint: ChatEndpoint, again: bool = False) -> list[st
 HUMAN_FILE, GOLD_FILE = "NQ301_human.tsv", "NQ301_BEM.tsv"
 OTHER_JUDGES = {"GPT-4": "NQ301_gpt-4.tsv", "BEM": "NQ301_BEM.tsv", "text-davinci-003": "NQ301_text-davinci-003.tsv"}
 STRING_METRICS = {"EM": contains_match, "F1 of at least 0.5": token_f1}  # a score of 0.5 or more means yes
-_EXPECTED = "Expected the files of the folder `data` of https://github.com/ehsk/OpenQA-eval."
+_EXPECTED = "Pass the folder `data` of https://github.com/ehsk/OpenQA-eval with `--agreement`."
 
 
 def read_judgements(folder: Path) -> tuple[list[Row], list[bool]]:
@@ -186,7 +187,9 @@ def _column(path: Path, name: str) -> list[str]:
     """A column by its name."""
     header, *lines = _read_table(path) or [[]]
     if name not in header or any(len(line) != len(header) for line in lines):
-        raise ValueError(f"{path} has no column {name!r}, or lines that do not fit its columns {header}. {_EXPECTED}")
+        raise ValueError(
+            f"{path} has no column {name!r}, or has lines that differ in length from its header. {_EXPECTED}"
+        )
     return [line[header.index(name)] for line in lines]
 
 
@@ -196,7 +199,7 @@ def _check_questions(path: Path, questions: list[str]) -> None:
     if len(lines) != len(questions) or not all(
         line[1].startswith(question) for line, question in zip(lines, questions, strict=True)
     ):
-        raise ValueError(f"The {len(lines)} lines of {path} are not about the questions of {HUMAN_FILE}. {_EXPECTED}")
+        raise ValueError(f"The lines of {path} are not about the same questions as those of {HUMAN_FILE}. {_EXPECTED}")
 
 
 def agreement(verdicts: list[bool], human: list[bool]) -> dict[str, Any]:
@@ -240,16 +243,24 @@ def judge_people(
 
 
 def main(
-    run: Annotated[Path | None, typer.Option(help="Folder of the run to judge.")] = None,
+    run: Annotated[
+        Path | None, typer.Option(help="Folder of an evaluation (`--output` of `arcaligner evaluate`) to judge.")
+    ] = None,
     people: Annotated[
         Path | None,
         typer.Option(
-            "--agreement", help="Folder `data` of OpenQA-eval, to measure how well the judge agrees with people."
+            "--agreement",
+            help="Folder `data` of https://github.com/ehsk/OpenQA-eval, to measure how well the judge agrees with "
+            "people.",
         ),
     ] = None,
-    model: Annotated[str, typer.Option(help="Name of the judge at the endpoint.")] = JUDGE,
+    model: Annotated[str, typer.Option(help="Name of the model that judges, as the endpoint knows it.")] = JUDGE,
     endpoint: Annotated[
-        str, typer.Option(help="OpenAI-compatible address; the key is taken from $OPENAI_API_KEY.")
+        str,
+        typer.Option(
+            help="Address of an OpenAI-compatible server. The API key is read from the environment variable "
+            "OPENAI_API_KEY."
+        ),
     ] = ENDPOINT,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds to wait for a reply.")] = 60.0,
     number: Annotated[
@@ -257,14 +268,19 @@ def main(
     ] = None,
     output: Annotated[Path, typer.Option(help="Folder for the verdicts of `--agreement`.")] = Path("runs/judges"),
     again: Annotated[
-        bool, typer.Option("--again", help="Ask again where a reply began with neither yes nor no.")
+        bool, typer.Option("--again", help="Ask again about answers for which the judge replied neither yes nor no.")
     ] = False,
 ) -> None:
     """Judge all answers of a run (--run), or compare a judge with people (--agreement). If the command is repeated, it
     judges only what has no verdict yet."""
     if (run is None) == (people is None):
         passed = "Neither `--run` nor `--agreement` was" if run is None else "Both `--run` and `--agreement` were"
-        raise ValueError(f"{passed} passed. Pass one: a run to judge, or human judgements to compare with.")
+        raise ValueError(
+            f"{passed} passed; expected one of them. Pass `--run` to judge the answers of a run, or `--agreement` to "
+            "compare the judge with people."
+        )
+    if run is not None and number is not None:
+        raise ValueError("`-n` works with `--agreement` only; `--run` judges all answers of a run. Leave out `-n`.")
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     judge = ChatEndpoint(model, endpoint, timeout=timeout)

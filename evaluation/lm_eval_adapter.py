@@ -49,7 +49,7 @@ class ArcAlignerLM(LM):
             if request.args[1] != DECODING:
                 raise ValueError(
                     f"The generation settings are {request.args[1]}, but the aligner answers as in `arcaligner "
-                    f"evaluate`, with {DECODING}. Leave `--gen_kwargs` out, and choose a task of "
+                    f"evaluate`, with {DECODING}. Leave out `--gen_kwargs`, and choose a task of "
                     f"evaluation/{TASKS_DIRECTORY.name}."
                 )
         rows = [{"number": number, **parse_prompt(request.args[0])} for number, request in enumerate(requests)]
@@ -70,8 +70,8 @@ class ArcAlignerLM(LM):
 
 
 _ANSWERS_ONLY = (
-    "The aligner answers questions about documents (`output_type: generate_until`) and gives no likelihoods. To "
-    "measure its base model without documents, run `lm_eval --model hf --model_args pretrained=NAME` with its name."
+    "The aligner answers questions about documents (`output_type: generate_until`) and computes no likelihoods. To "
+    "evaluate its base model without documents, run `lm_eval --model hf --model_args pretrained=BASE_MODEL`."
 )
 
 

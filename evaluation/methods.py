@@ -54,7 +54,7 @@ TEXT_READERS, PROJECTORS = ("full_text_lora", "text_independent"), ("xrag", "pro
 TOP_RANKED = partial(answer_slots, gate_mode="off", max_passages=1)
 AS_NEEDED = partial(answer_slots, gate_mode="off", as_needed=True)
 WEIGHTED = partial(answer_slots, gate_mode="off", max_passages=1000)  # more than any question has
-_NO_LLMLINGUA = "the package llmlingua is not installed; run `pip install llmlingua==0.2.2`"
+_NO_LLMLINGUA = "The package llmlingua is not installed. Run `pip install llmlingua==0.2.2`."
 PART_SIZE = 200  # tokens that LLMLingua scores together, the package's default
 
 
@@ -97,7 +97,7 @@ def fingerprint(checkpoint: str) -> str:
     if any(folder.glob("*.safetensors")):
         return digest_files([path for pattern in CHECKPOINT_FILES for path in sorted(folder.glob(pattern))])[:16]
     if folder.is_dir() or checkpoint.count("/") != 1:
-        raise ValueError(f"{checkpoint} has no weights (*.safetensors). Pass the folder of a finished run.")
+        raise ValueError(f"{checkpoint} has no weights (*.safetensors). Pass the folder of a trained checkpoint.")
     ArcAlignerConfig.from_pretrained(checkpoint)  # downloads it, so that the cache has its commit
     commit = Path(try_to_load_from_cache(checkpoint, CONFIG_NAME)).parent.name
     return f"{checkpoint}@{commit}"
@@ -144,13 +144,16 @@ class Method:
         """The settings that the answers of this method depend on."""
         path = getattr(checkpoints, self.checkpoint_field or "checkpoint")
         if path is None:
-            raise MissingMethodError(f"name its checkpoint with `{self.option}`; `{self.command}` makes one")
+            raise MissingMethodError(
+                f"No checkpoint was given. Pass one as `{self.checkpoint_field}` in the recipe, or with "
+                f"`{self.option}` of `arcaligner evaluate`; to train one, run `{self.command}`."
+            )
         try:
             weights = backbone_fingerprint(path) if self.checkpoint_field is None else fingerprint(path)
         except (ValueError, OSError) as error:
             if self.command is None:
                 raise
-            message = f"there is no {path}, named with `{self.option}`; `{self.command}` makes one"
+            message = f"There is no checkpoint {path}. To train one, run `{self.command}`."
             raise MissingMethodError(message) from error
         keys = {"weights": weights, "checkpoint": path}
         if self.tokens_per_slot is not None:
@@ -172,16 +175,17 @@ class Method:
             model, processor = load_aligner(path, device)
         if self.checkpoint_field in PROJECTORS and model.config.lora_r:
             raise ValueError(
-                f"{path} has a LoRA of rank {model.config.lora_r}; for `{self.option}` expected an aligner with a "
-                "projector alone, trained with `aligner: {lora_r: 0, gate_layers: []}`."
+                f"{path} has a LoRA of rank {model.config.lora_r}; expected an aligner without a LoRA for the method "
+                f"`{self.name}`. Train one with `{self.command}`."
             )
         if (
             self.checkpoint_field in LORA_POSITIONS
             and model.config.lora_positions != LORA_POSITIONS[self.checkpoint_field]
         ):
             raise ValueError(
-                f"{path} has `lora_positions` {model.config.lora_positions!r}; `{self.option}` needs an aligner with "
-                f"{LORA_POSITIONS[self.checkpoint_field]!r}. `{self.command}` trains one."
+                f"{path} has `lora_positions` {model.config.lora_positions!r}; expected "
+                f"{LORA_POSITIONS[self.checkpoint_field]!r} for the method `{self.name}`. Train such an aligner with "
+                f"`{self.command}`."
             )
         if self.answer in (TOP_RANKED, AS_NEEDED, WEIGHTED):
             try:
@@ -190,7 +194,7 @@ class Method:
                 raise MissingMethodError(str(error)) from error
         if self.answer is AS_NEEDED and model.multihop_head is None:
             raise MissingMethodError(
-                f"{path} has no multi-hop head (`config.use_multihop_head` is false). Fit it with `python -m "
+                f"{path} has no multi-hop head (`config.use_multihop_head` is false). Fit one with `python -m "
                 "arcaligner.train.multihop`."
             )
         return partial(self.answer, model, processor, tokens_per_slot=self.tokens_per_slot)
@@ -409,8 +413,8 @@ def split_name(name: str) -> tuple[Method, int | str | None]:
         return METHODS[base], number if number == "segment" else int(number)
     names = ", ".join(method.name for method in METHODS.values() if method.takes_tokens_per_slot)
     raise ValueError(
-        f"There is no method {name!r}; expected one of {', '.join(METHODS)}. These may end in tokens per slot, as in "
-        f"`arcaligner_x4` or `arcaligner_xsegment`: {names}."
+        f"There is no method {name!r}; expected one of {', '.join(METHODS)}. To set the tokens per slot, append them, "
+        f"as in `arcaligner_x4` or `arcaligner_xsegment`, to one of {names}."
     )
 
 

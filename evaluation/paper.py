@@ -113,7 +113,7 @@ class Reproduction:
 
     def skip(self, title: str, reason: object) -> None:
         """Record and log what the current part lacks."""
-        logger.warning("skipped %s: %s", title, reason)
+        logger.warning("Skipped %s: %s", title, reason)
         self.skipped[title] = str(reason)
 
     def answer(
@@ -131,15 +131,15 @@ class Reproduction:
                 self.skip(TASKS[name].title, error)
         if not rows:
             raise MissingPartError(
-                f"None of the sets {', '.join(TASKS[name].title for name in tasks)} could be loaded; the messages "
-                "above say why."
+                f"None of the question sets {', '.join(TASKS[name].title for name in tasks)} could be loaded; the "
+                "messages above say why. Pass a folder with their files with `--data`."
             )
         wrong = self.floors(rows) if floor else {}
         on_floor = len([name for name in methods if name != "naive"])
         total = len(methods) * sum(map(len, rows.values())) + on_floor * sum(map(len, wrong.values()))
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, transient=True) as progress:
-            bar = progress.add_task("all answers", total=total)
+            bar = progress.add_task("All answers", total=total)
             self.skipped |= answer_all(rows, wrong, run_settings, lambda number: progress.advance(bar, number))
         self.judge(settings.output)
         sets = summarize(settings.output)["sets"]
@@ -154,7 +154,7 @@ class Reproduction:
             try:
                 wrong[name] = wrong_passages(task_rows, TASKS[name].title)
             except ValueError as error:
-                self.skip(f"the floor of {TASKS[name].title}", error)
+                self.skip(f"{TASKS[name].title}, floor", error)
         return wrong
 
     def load(self, name: str, settings: EvaluationSettings) -> list[Row]:
@@ -207,8 +207,8 @@ class Reproduction:
         """Recall of the retriever before and after re-ranking."""
         if self.retrieval is None:
             raise MissingPartError(
-                "The recipe has no `retrieval` in `reproduce`, so nothing is retrieved and recall cannot be measured. "
-                "Add a pool and a retriever there, as evaluation/recipes/paper.yaml does."
+                "The recipe has no `retrieval` in `reproduce`, so recall cannot be measured. Add `retrieval` with a "
+                "pool and a retriever, as in evaluation/recipes/paper.yaml."
             )
         for name in TASKS_OF_PAPER:
             try:
@@ -216,7 +216,10 @@ class Reproduction:
             except (FileNotFoundError, OSError) as error:
                 self.skip(TASKS[name].title, error)
         if not self.recalls:
-            raise MissingPartError("None of the paper's sets could be loaded; the messages above say why.")
+            raise MissingPartError(
+                "None of the paper's question sets could be loaded; the messages above say why. Pass a folder with "
+                "their files with `--data`."
+            )
         lines = [*recall_table(self.recalls), "", f"The passage that is used: {self.retrieval.about}."]
         return self.write("recall", TITLES["recall"], lines)
 
@@ -249,10 +252,10 @@ class Reproduction:
         arms, wanted = {}, {title: path for title, path in named.items() if Path(path).is_dir()}
         for title, path in named.items():
             if title not in wanted:
-                self.skip(title, f"there is no folder {path}; `{stage_one_command(path)}` makes one")
+                self.skip(title, f"There is no folder {path}. To train this aligner, run `{stage_one_command(path)}`.")
         if not wanted:
             raise MissingPartError(
-                "No checkpoint after stage I is on this machine. Train one with `python -m arcaligner train --recipe "
+                "This machine has no checkpoint of stage I. Train one with `python -m arcaligner train --recipe "
                 "smollm2_135m --stage 1`, and add its folder to `stage_one` of `reproduce` in the recipe."
             )
         rows = self.held_out()
@@ -310,8 +313,8 @@ class Reproduction:
         results = categories.categorize(self.settings.output, names, ["xrag", ours], right_by(metric))
         if not results:
             raise MissingPartError(
-                "Naive and StandardRAG have not answered any of the sets, as the messages above say. Evaluate both "
-                f"first: `arcaligner evaluate --tasks {','.join(FOUR)} --methods naive,standard_rag --output "
+                "Naive and StandardRAG have answered none of the question sets; the messages above say why. Evaluate "
+                f"both first: `arcaligner evaluate --tasks {','.join(FOUR)} --methods naive,standard_rag --output "
                 f"{self.settings.output}`, with `--data FOLDER` if the sets are in files."
             )
         picture = categories.draw_categories(results, METRIC_NAMES[metric])
@@ -400,7 +403,7 @@ def reproduce(part: str, reproduction: Reproduction) -> list[Path]:
             named in the log, and the others are made.
     """
     if part != ALL and part not in PARTS:
-        raise ValueError(f"There is no part {part!r} of the paper; expected one of {', '.join(PARTS)}, or {ALL}.")
+        raise ValueError(f"The part to reproduce is {part!r}; expected one of {', '.join(PARTS)}, or {ALL}.")
     pages = []
     for name in PARTS if part == ALL else [part]:
         reproduction.skipped = {}
@@ -409,9 +412,11 @@ def reproduce(part: str, reproduction: Reproduction) -> list[Path]:
         except (MissingPartError, MissingMethodError, ValueError, OSError) as error:
             if part != ALL:
                 raise ValueError(f"{name}: {error}") from error
-            logger.warning("left out %s: %s", name, error)
+            logger.warning("Left out %s: %s", name, error)
     if not pages:
-        raise ValueError("No part of the paper could be made. The warnings above say what is missing.")
+        raise ValueError(
+            "No part of the paper could be reproduced; the warnings above say why. Install or train what is missing."
+        )
     return pages
 
 

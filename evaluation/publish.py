@@ -171,7 +171,10 @@ def write_reproduced(folder: Path) -> None:
     """Copies the pages that `reproduce` wrote to `folder` into `docs/paper.md`, with their pictures."""
     pages = [folder / f"{name}.md" for name in REPRODUCED if (folder / f"{name}.md").is_file()]
     if not pages:
-        raise ValueError(f"{folder} contains no page of `arcaligner reproduce`. Run it first, or pass its folder.")
+        raise ValueError(
+            f"{folder} contains no page of `arcaligner reproduce`. Run `arcaligner reproduce all` first, or pass its "
+            "folder."
+        )
     for page in pages:
         lines = page.read_text(encoding="utf-8").splitlines()[1:]  # without the heading
         pictures = [name for line in lines for name in _PICTURE.findall(line)]
@@ -200,8 +203,8 @@ def write_part(page: Path, name: str, lines: list[str]) -> None:
     if numbers != (1, 1) or text.index(start) > text.index(end):
         found = "the second first" if numbers == (1, 1) else "{} of the first and {} of the second".format(*numbers)
         raise ValueError(
-            f"{page} should have the marks {start!r} and {end!r}, each once and in this order, but has {found}. Put "
-            "both where the table belongs, and remove others."
+            f"Expected the marks {start!r} and {end!r} in {page}, each once and in this order; found {found}. Put one "
+            "of each where the table belongs, and remove all others."
         )
     block = "\n".join(lines).strip()
     write_atomically(page, f"{text.partition(start)[0]}{start}\n{block}\n{end}{text.partition(end)[2]}")
@@ -216,8 +219,8 @@ def check_weights(run: Path, checkpoint: Path) -> None:
             and (weights := file.settings()["weights"]) != expected
         ):
             raise ValueError(
-                f"{file.path} has answers of the weights {weights}; expected those of {checkpoint}, {expected}. "
-                "Evaluate it again."
+                f"The answers in {file.path} are of an aligner with the weights {weights}; expected {expected}, the "
+                f"weights of {checkpoint}. Evaluate again in another folder."
             )
 
 

@@ -85,7 +85,7 @@ def load_reranker(name: str, endpoint: str | None = None, device: str = "cpu") -
     kind, _, model = name.partition(":")
     if kind not in KINDS or not model:
         raise ValueError(
-            f"The re-ranker is {name!r}; expected KIND:MODEL with a KIND of {', '.join(KINDS)}, such as "
+            f"The re-ranker is {name!r}; expected KIND:MODEL, where KIND is one of {', '.join(KINDS)}, for example "
             "'cross_encoder:cross-encoder/ms-marco-MiniLM-L6-v2'."
         )
     if kind == "listwise":

@@ -102,7 +102,7 @@ def summarize(run: Path) -> dict[str, Any]:
     """
     files = {(file.task, NEW_NAMES.get(file.method, file.method)): file for file in answer_files(run)}
     if not files:
-        raise ValueError(f"{run} contains no answers. Run `python -m arcaligner evaluate` first.")
+        raise ValueError(f"{run} contains no answers. Run `arcaligner evaluate` first.")
     sets = {}
     for task in (name for name, definition in TASKS.items() if definition.is_answered):
         names = sorted((method for name, method in files if name == task), key=sort_key)
@@ -141,9 +141,9 @@ def _check_pairs(run: Path, task: str, of_task: dict[str, Answers]) -> None:
             other, row = rows.setdefault(key, (method, answer["row"]))
             if row != answer["row"]:
                 raise ValueError(
-                    f"{run / task}: {other} and {method} answered question {key} with different passages or gold "
-                    "answers, so they cannot be compared. Delete the files of one of them and evaluate it again, or "
-                    "use another folder."
+                    f"{run / task}: the methods {other} and {method} cannot be compared, because question {key} had "
+                    "different passages or gold answers for each. Delete the files of one method and evaluate this "
+                    "method again, or use another folder."
                 )
 
 

@@ -98,7 +98,9 @@ def open_pool(sources: Sequence[str], data_dir: str = "") -> datasets.Dataset:
     features = Features(title=Value("string"), text=Value("string"))
     pool = datasets.Dataset.from_generator(_unique_passages, features=features, gen_kwargs=arguments)
     if not len(pool):
-        raise ValueError(f"The pool {', '.join(sources)} has no passage with text. Pass sources that have some.")
+        raise ValueError(
+            f"The pool {', '.join(sources)} has no passage with text. Pass a file or data set that has some."
+        )
     return pool
 
 
@@ -136,7 +138,7 @@ class DensePool:
         """The number of the first passage of each shard, and its embeddings (num_passages, width), computed if they are
         not saved."""
         starts = range(0, len(self.pool), SHARD)
-        for start in track(starts, "encoding passages", transient=True):
+        for start in track(starts, "Encoding passages", transient=True):
             texts = [search_text(passage["title"], passage["text"]) for passage in self._part(start)]
             path = self.folder / f"{digest(texts)}.npy"
             if not path.exists():
@@ -144,7 +146,8 @@ class DensePool:
                 if not np.isfinite(embeddings).all():
                     bad = texts[int(np.argmin(np.isfinite(embeddings).all(axis=1)))]
                     raise ValueError(
-                        f"The retriever returned NaN for {bad[:80]!r}. Leave this text out, or use another retriever."
+                        f"The retriever returned NaN or infinity for the passage {bad[:80]!r}. Remove this passage "
+                        "from the pool, or use another retriever."
                     )
                 write_atomically(path, lambda file, numbers=embeddings: np.save(file, numbers.astype(np.float16)))
             yield start, torch.from_numpy(np.load(path)).float()
@@ -204,8 +207,9 @@ def retrieve(
     if wrong:
         reasons = ", ".join(f"{reason} ({count})" for reason, count in sorted(wrong.items()))
         logger.warning(
-            "%s: %d of %d rankings by %s are not usable, so these questions keep the retriever's order. Reasons: %s",
-            *(name, wrong.total(), len(rows), settings.reranker, reasons),
+            "%s: %s returned no usable ranking for %d of %d questions. Their passages keep the retriever's order. "
+            "Reasons: %s",
+            *(name, settings.reranker, wrong.total(), len(rows), reasons),
         )
     return after, {
         "questions": len(rows),
@@ -223,7 +227,7 @@ def _orders(
         return iter([list(range(len(found))) for found in nearest])
     passages = [pool.select(found).to_list() for found in nearest]
     ordered = reranker([row["question"] for row in rows], passages)
-    return iter(track(ordered, "re-ranking", total=len(rows), transient=True))
+    return iter(track(ordered, "Re-ranking", total=len(rows), transient=True))
 
 
 def _plain(row: Row) -> Row:
@@ -258,10 +262,13 @@ def recall_table(recalls: dict[str, dict[str, Any]]) -> list[str]:
 
 def main(
     pool: Annotated[str, typer.Option(help="Files or data sets with passages, separated by commas.")],
-    output: Annotated[Path, typer.Option(help="Folder for the questions with passages, embeddings and recall.")],
+    output: Annotated[
+        Path, typer.Option(help="Folder for the results: questions with passages, embeddings and recall.")
+    ],
     tasks: Annotated[str, typer.Option(help="Sets of questions, separated by commas.")] = "nq",
     data: Annotated[
-        Path | None, typer.Option(help="Folder with the questions, TASK.jsonl.gz. Default: the Hub.")
+        Path | None,
+        typer.Option(help="Folder with a file TASK.jsonl.gz for each set of questions. Default: the Hub."),
     ] = None,
     retriever: Annotated[
         str, typer.Option(help=f"Encoder for the search; the paper uses {RETRIEVER}.")
@@ -270,7 +277,9 @@ def main(
         str | None,
         typer.Option(help="Re-ranker: listwise:MODEL, cross_encoder:MODEL or aligner:CHECKPOINT. Default: none."),
     ] = None,
-    endpoint: Annotated[str | None, typer.Option(help="OpenAI-compatible address of a listwise re-ranker.")] = None,
+    endpoint: Annotated[
+        str | None, typer.Option(help="Address of an OpenAI-compatible server with the listwise re-ranker.")
+    ] = None,
     num_questions: Annotated[
         int | None, typer.Option("-n", min=1, help="Maximum number of questions per task.")
     ] = None,
@@ -288,7 +297,11 @@ def main(
             raise ValueError(f"There is no task {name!r}; expected one of {', '.join(TASKS)}.")
         rows = TASKS[name].load(data, num_questions)
         _, recalls[name] = retrieve(settings, name, rows, output, device=device)
-    lines = [*recall_table(recalls), "", f"Found by {retriever}; re-ranked by {reranker or 'nothing'}."]
+    lines = [
+        *recall_table(recalls),
+        "",
+        f"Found by {retriever}; {f're-ranked by {reranker}' if reranker else 'not re-ranked'}.",
+    ]
     write_atomically(output / "recall.md", "\n".join([*lines, ""]))
     typer.echo("\n".join(lines))
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from ..common.files import digest, write_atomically
+from ..common.files import counted, digest, write_atomically
 from ..common.rows import Row
 
 FLOOR = "wrong_passages"
@@ -78,8 +78,8 @@ class AnswerFile:
                 yield
         except Timeout as error:
             raise ValueError(
-                f"Another process is already writing answers to {self.path}. Let it finish, or choose other `--tasks` "
-                "or `--methods`."
+                f"Another process is writing answers to {self.path}. Wait until that process has ended, or choose "
+                "other `--tasks` or `--methods`."
             ) from error
 
     def append(self, records: Iterable[dict[str, Any]]) -> None:
@@ -97,12 +97,14 @@ class AnswerFile:
             if before.get(key) != settings.get(key)
         ]
         changed += [
-            f"row {row['id']} has changed" for row in rows if known.get(row["id"], row_digest(row)) != row_digest(row)
+            f"question {row['id']} has changed"
+            for row in rows
+            if known.get(row["id"], row_digest(row)) != row_digest(row)
         ]
         if changed:
             raise ValueError(
-                f"{self.path} contains {len(known)} answers made with different settings: {', '.join(changed[:3])}. "
-                "Choose another folder with `--output`, or delete the file to answer again."
+                f"{self.path} contains {counted(len(known), 'answer')} made with different settings: "
+                f"{', '.join(changed[:3])}. Choose another folder with `--output`, or delete the file to answer again."
             )
 
 

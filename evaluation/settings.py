@@ -32,7 +32,7 @@ class TaskSettings:
         for key in ("top_k", "num_questions"):
             value = getattr(self, key)
             if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"`{key}` is {value!r}; expected a whole number of at least 1, or nothing for all.")
+                raise ValueError(f"`{key}` is {value!r}; expected a whole number, at least 1. Leave it out for all.")
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,8 @@ class EvaluationSettings(Checkpoints):
         for kind, names in (("task", self.tasks), ("method", self.methods)):
             if not names:
                 raise ValueError(
-                    f"No {kind} was given; expected at least one. Pass `--{kind}s`, or add it to the recipe."
+                    f"No {kind} was given; expected at least one. Pass one with `--{kind}s`, or as `{kind}s` in the "
+                    "recipe."
                 )
         refuse_unknown("the tasks", self.tasks, TASKS)
         for name in self.methods:
@@ -97,8 +98,8 @@ class EvaluationSettings(Checkpoints):
         retrieving = [name for name, task in self.tasks.items() if task.passages == "retrieved"]
         if retrieving and self.corpus is None:
             raise ValueError(
-                f"{', '.join(retrieving)}: `passages` is retrieved, but no corpus is named. Pass a folder of "
-                "`arcaligner corpus build` with `--corpus`, or `corpus:` in the recipe."
+                f"`passages` is 'retrieved' for {', '.join(retrieving)}, but no corpus was given. Build one with "
+                "`arcaligner corpus build`, and pass its folder with `--corpus`, or as `corpus` in the recipe."
             )
 
 
@@ -127,6 +128,11 @@ def read_settings(recipe: str | None, command_keys: dict[str, Any], of_tasks: di
         task_keys = (of_recipe.get(name) if isinstance(of_recipe, dict) else None) or {}
         refuse_unknown(f"`{name}`", task_keys, _fields(TaskSettings))
         tasks[name] = TaskSettings(**task_keys | over)
+    if command_keys.get("corpus") is not None and all(task.passages != "retrieved" for task in tasks.values()):
+        raise ValueError(
+            "`--corpus` has no effect, because passages are not retrieved. Add `--passages retrieved`, or leave out "
+            "`--corpus`."
+        )
     return EvaluationSettings(**{"methods": list(METHODS)} | keys | {"tasks": tasks})
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import datasets
 
 from ..common.data_sets import HOTPOTQA, MUSIQUE, SQUAD, hotpotqa_row, musique_row, squad_row
+from ..common.files import counted
 from ..common.rows import JSON_LINES, Row, contains_match, read_rows, usable_golds
 
 logger = logging.getLogger(__name__)
@@ -50,17 +51,15 @@ class Task:
         ]
         if num_lost := len(rows) - len(usable):
             lack = "without a usable gold answer" if self.is_answered else "with a gold answer"
-            logger.warning("%s: %d rows left out, without a question or %s", self.title, num_lost, lack)
+            logger.warning("%s: left out %s without a question or %s", self.title, counted(num_lost, "row"), lack)
         if not usable:
             need = "both a question and a gold answer" if self.is_answered else "a question and no gold answer"
-            raise ValueError(
-                f"{path or self.hub_id} has no row with {need}. Choose another file or folder with `--data`."
-            )
+            raise ValueError(f"{path or self.hub_id} has no row with {need}. Pass another folder with `--data`.")
         duplicates = [row_id for row_id, count in Counter(row["id"] for row in usable).items() if count > 1]
         if duplicates:
             raise ValueError(
-                f"{path or self.hub_id} has duplicate ids ({len(duplicates)}), such as {duplicates[0]!r}; expected a "
-                "different id in each row. Change or remove them."
+                f"{path or self.hub_id} has several rows with the id {duplicates[0]!r}; expected a different id in "
+                f"each row. Change the duplicate ids ({len(duplicates)} in all)."
             )
         return usable[:num_questions]
 
@@ -69,8 +68,8 @@ class Task:
             if (path := data / f"{self.name}{suffix}").is_file():
                 return path
         raise FileNotFoundError(
-            f"There is no {self.name}.jsonl.gz in {data}. Put it there, choose another folder with `--data`, "
-            f"or leave `data` out to take {self.hub_id} from the Hub."
+            f"There is no {self.name}.jsonl.gz in {data}. Put it there, pass another folder with `--data`, or leave "
+            f"out `--data` to load {self.hub_id} from the Hub."
         )
 
     def _from_hub(self) -> list[Row]:
@@ -79,8 +78,8 @@ class Task:
         except (OSError, ValueError) as error:
             raise OSError(
                 f"{self.title} is neither on this machine nor available from the Hub ({self.hub_id}: "
-                f"{type(error).__name__}). Put {self.name}.jsonl.gz into the folder named with `--data`, "
-                'one line per question: {"id", "question", "answers", "passages": [{"title", "text"}]}.'
+                f"{type(error).__name__}). Write the questions to {self.name}.jsonl.gz in a folder, one a line as "
+                '{"id", "question", "answers", "passages": [{"title", "text"}]}, and pass this folder with `--data`.'
             ) from error
         return [row for row in map(self.to_row, dataset.shuffle(seed=SAMPLE_SEED)) if row is not None]
 
@@ -112,9 +111,9 @@ def wrong_passages(rows: list[Row], title: str) -> list[Row]:
         wrong = (other["passages"] for other in others if other["passages"] and _is_wrong(row, texts, other))
         if (passages := next(wrong, None)) is None:
             raise ValueError(
-                f"{title}: the floor needs passages of another question that do not answer {row['question']!r}, but "
-                f"those of the other {len(rows) - 1} questions all contain an answer or are its own passages. Ask "
-                "more questions (`-n`), or leave out `--floor`."
+                f"The floor of {title} cannot be measured: no other question has passages that are unrelated to "
+                f"{row['question']!r} (each of them answers this question or belongs to it). Use more questions "
+                "(`-n`), or leave out `--floor`."
             )
         changed.append(row | {"passages": passages})
     return changed

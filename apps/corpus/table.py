@@ -122,12 +122,12 @@ class Corpus:
         except (ValueError, LookupError, TypeError, OSError, RuntimeError) as error:
             raise ValueError(
                 f"{path} is not a corpus of ArcAligner, or is damaged: {error}. Choose another folder; to replace a "
-                "damaged corpus, delete the folder and build the corpus again."
+                "damaged corpus, delete its folder and build the corpus again."
             ) from error
         if format_number != FORMAT:
             raise ValueError(
-                f"The corpus {path} has format {format_number}; this version of ArcAligner needs {FORMAT}. Delete the "
-                "folder, and build the corpus again with `arcaligner corpus build`."
+                f"The corpus {path} has format {format_number}; this version of ArcAligner needs format {FORMAT}. "
+                "Delete the folder, and build the corpus again with `arcaligner corpus build`."
             )
 
     @classmethod
@@ -188,17 +188,17 @@ class Corpus:
         probes = [torch.tensor(settings.pop("probe"), device="cpu") for settings in (new, stored)]
         similarity = float(probes[0] @ probes[1]) if probes[0].shape == probes[1].shape else 0.0
         if similarity < MIN_SIMILARITY:
-            other = f"and this checkpoint has {new['encoder']!r}"
+            other = f"but the checkpoint has {new['encoder']!r}"
             if stored["encoder"] == new["encoder"]:
-                other = "with weights that differ from this checkpoint's (one may have been trained with an aligner)"
+                other = "but the checkpoint has an encoder of this name with other weights"
             raise ValueError(
                 f"The corpus {self.path} was made with the encoder {stored['encoder']!r}, {other}. Pass the checkpoint "
-                "that the corpus was made with as `--checkpoint`, or build another corpus with this one."
+                "that the corpus was made with as `--checkpoint`, or build another corpus with this checkpoint."
             )
         if similarity < SAME_SIMILARITY:
             warnings.warn(
-                f"The corpus {self.path} was made with earlier weights of this checkpoint's encoder, so answers may be "
-                "slightly worse. To avoid this, delete the folder and build the corpus again.",
+                f"The corpus {self.path} was made with slightly different weights of the checkpoint's encoder, so "
+                "answers may be slightly worse. To avoid this, delete the folder and build the corpus again.",
                 UserWarning,
                 stacklevel=2,
             )
@@ -209,8 +209,9 @@ class Corpus:
         for name, value in new.items():
             if name != "encoder" and stored[name] != value:
                 raise ValueError(
-                    f"The corpus {self.path} was made with `{name}` {stored[name]!r}; the checkpoint or the command "
-                    f"asks for {value!r}. Build another corpus with the new value, or use the value of this corpus."
+                    f"The corpus {self.path} was made with `{name}` {stored[name]!r}, but the checkpoint or the "
+                    f"command asks for {value!r}. Build another corpus in another folder, or use the checkpoint and "
+                    "options that this corpus was made with."
                 )
 
     def __len__(self) -> int:
@@ -234,12 +235,13 @@ class Corpus:
                 yield
         except Timeout as error:
             raise ValueError(
-                f"Another process is writing to the corpus {self.path}. Wait until it has finished."
+                f"Another process is writing to the corpus {self.path}. Wait until that process has ended, and try "
+                "again."
             ) from error
         except RuntimeError as error:  # raised by Lance
             raise OSError(
-                f"The corpus {self.path} cannot be written: {error}. Its content is unchanged. Free disk space, or "
-                "make the folder writable, and run the command again."
+                f"Writing to the corpus {self.path} failed: {error}. What it contained before is unchanged. Free disk "
+                "space or make the folder writable, and run the command again."
             ) from error
 
     def digests(self, documents: Iterable[str]) -> dict[str, str]:
@@ -268,8 +270,8 @@ class Corpus:
             if missing := [document for document in documents if document not in digests]:
                 like = sorted(document for document in self.documents() if document.endswith(missing[0]))[:1]
                 raise ValueError(
-                    f"The corpus {self.path} has no document {missing[0]!r}; expected the id of a document, as `ask` "
-                    f"prints it before the colon{f', such as {like[0]!r}' if like else ''}."
+                    f"The corpus {self.path} has no document {missing[0]!r}; expected the id of a document: what "
+                    f"`arcaligner ask` prints before the colon{f', such as {like[0]!r}' if like else ''}."
                 )
             self.delete(documents)
             self.optimize()

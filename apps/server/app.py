@@ -76,8 +76,8 @@ class ServerSettings:
     def __post_init__(self):
         if not self.api_key and self.host not in LOOPBACK:
             raise ValueError(
-                f"`--host` is {self.host!r} but no API key is set, so anyone could use the server. Set "
-                "ARCALIGNER_API_KEY, or listen on 127.0.0.1."
+                f"`--host` is {self.host!r} but no API key is set, so anyone could use the server. Set the environment "
+                "variable ARCALIGNER_API_KEY to a key of your choice, or pass `--host 127.0.0.1`."
             )
 
 
@@ -88,13 +88,13 @@ async def read_body(request: Request, kind: str, max_bytes: int) -> bytes:
     """Read the body of a request. Refuse a body early if it is longer than `max_bytes` bytes, if it arrives too slowly,
     or if its content type is not `kind`: so a page of another web site cannot send a form."""
     if (content_type := request.headers.get("content-type", "").partition(";")[0].strip().lower()) != kind:
-        raise HTTPException(
-            415, f"Got a body with `Content-Type: {content_type or 'none'}`; expected `{kind}`. Set this header."
-        )
+        got = f"with `Content-Type: {content_type}`" if content_type else "without a `Content-Type` header"
+        raise HTTPException(415, f"Got a body {got}; expected `Content-Type: {kind}`. Set this header.")
     if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
         raise HTTPException(
             415,
-            f"Got a body with `Content-Encoding: {encoding}`; expected one that is not compressed. Send it as it is.",
+            f"Got a body with `Content-Encoding: {encoding}`; expected an uncompressed body. Send the body "
+            "uncompressed, without this header.",
         )
     body = b""
     try:
@@ -102,7 +102,7 @@ async def read_body(request: Request, kind: str, max_bytes: int) -> bytes:
             async for part in request.stream():
                 body += part
                 if len(body) > max_bytes:
-                    text = f"The body is longer than {max_bytes} bytes, the limit. Send fewer or shorter documents."
+                    text = f"The body is longer than the limit of {max_bytes} bytes. Send less text."
                     raise HTTPException(413, text)
     except TimeoutError as error:
         raise HTTPException(408, f"The body did not arrive within {BODY_SECONDS:g} seconds. Try again.") from error
@@ -178,7 +178,7 @@ def describe_error(error: BaseException) -> tuple[int, dict[str, Any]]:
         text = str(cause) if isinstance(cause, ValueError) else f"{place}: {first['msg']}"
     if status == 500:
         logger.error("A request failed with an unexpected error.", exc_info=error)
-        text = f"The server failed on this request ({type(error).__name__}). Its log has the details."
+        text = f"This request caused an error in the server ({type(error).__name__}). The server's log has the details."
     kind, code = "invalid_request_error" if status < 500 else "server_error", CODES.get(status)
     if isinstance(error, UnknownModelError):
         code = "model_not_found"
@@ -199,7 +199,7 @@ class UnknownModelError(HTTPException):
     """The requested model is not the one of this server."""
 
     def __init__(self, name: str, expected: str):
-        super().__init__(404, f"There is no model {name!r}; expected {expected!r}.")
+        super().__init__(404, f"This server has no model {name!r}; expected the model {expected!r}.")
 
 
 class Metrics:
@@ -209,17 +209,17 @@ class Metrics:
         self.registry = prometheus_client.CollectorRegistry()
         ours = {"registry": self.registry, "namespace": "arcaligner"}
         prometheus_client.ProcessCollector(registry=self.registry)  # memory, open files
-        self.requests = prometheus_client.Counter("requests", "Requests, by status.", ["status"], **ours)
+        self.requests = prometheus_client.Counter("requests", "Requests, by HTTP status.", ["status"], **ours)
         self.prompt_tokens = prometheus_client.Counter("prompt_tokens", "Tokens and slots of prompts.", **ours)
         self.completion_tokens = prometheus_client.Counter("completion_tokens", "Tokens of answers.", **ours)
         # Version 0.2 had one counter for both.
-        old_text = "Deprecated: tokens of prompts (read) and of answers (written)."
+        old_text = "Deprecated, use prompt_tokens and completion_tokens: tokens of both, by kind (read or written)."
         self.tokens = prometheus_client.Counter("tokens", old_text, ["kind"], **ours)
         self.slots = prometheus_client.Counter("slots", "Slots of prompts.", **ours)
         self.seconds = prometheus_client.Histogram("seconds", "Seconds per answer, by part.", ["part"], **ours)
         self.batch = prometheus_client.Histogram("batch_size", "Requests per batch.", buckets=(1, 2, 4, 8, 16), **ours)
         for name, text, value in (
-            ("waiting", "Requests that wait.", lambda: engine.num_waiting),
+            ("waiting", "Requests that are waiting.", lambda: engine.num_waiting),
             ("prefix_bytes", "Bytes of cached slot prefixes in memory.", lambda: engine.store.bytes),
             ("prefix_hits", "Slot prefixes that were in the cache.", lambda: engine.store.hits),
             ("prefix_misses", "Slot prefixes that were not in the cache.", lambda: engine.store.misses),
@@ -270,7 +270,8 @@ class Routes:
         keys = [key.encode()] + ([key.encode("latin-1")] if max(key) <= "\xff" else [])
         if not any([secrets.compare_digest(sent, encoded) for encoded in keys]):
             raise HTTPException(
-                401, "The API key is missing or wrong; expected the header `Authorization: Bearer KEY` with the key."
+                401,
+                "The API key is missing or wrong; expected the header `Authorization: Bearer KEY` with a valid key.",
             )
 
     async def page(self) -> FileResponse:

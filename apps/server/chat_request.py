@@ -20,6 +20,8 @@ from .request import Request as EngineRequest
 MAX_TOKENS = 256
 # Limits that are checked before any work: messages of a chat, parts of a message, stop strings and their length.
 MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_STOP_CHARACTERS = 1000, 1000, 16, 256
+# Characters of a value in a message.
+MAX_SHOWN = 80
 
 # Fields that have no effect here: those about accounts, caches, the server and reasoning (this model has none), and
 # parameters of features in UNSUPPORTED or UNSUPPORTED_SAMPLING, which are switched off.
@@ -211,8 +213,8 @@ class Message(BaseModel):
         for name in ("images", "audio", "files", "prefix", "partial"):
             if message.get(name):
                 raise ValueError(
-                    f"A message with `{name}` is not supported; expected `role`, and a string as `content`. Leave out "
-                    f"`{name}`."
+                    f"A message has the field `{name}`, which is not supported; expected `role` and `content`. Leave "
+                    f"out `{name}`."
                 )
         calls = bool(message.get("tool_calls") or message.get("function_call"))
         message = {name: message[name] for name in ("role", "content", "refusal") if name in message}
@@ -236,8 +238,8 @@ def turns_of(messages: list[Message]) -> list[dict[str, str]]:
         if message.role in ("tool", "function"):
             if question is None:
                 raise ValueError(
-                    f"messages.{number}: a tool's result comes before any message of the user; expected the user's "
-                    "message first."
+                    f"`messages.{number}` is the result of a tool, but no earlier message is from the user. Put the "
+                    "user's message before it."
                 )
             results.append(message.text)
             question[0]["content"] = "\n\n".join([*results, question[1]])
@@ -317,12 +319,12 @@ class ChatRequest(BaseModel):
             return None
         if self.top_k in PASSAGES_TOP_K:
             return (
-                "`top_k` without a `temperature` was taken as `num_passages`. The next release will not do this, "
-                "because `top_k` is a setting of sampling. Pass `num_passages`."
+                "`top_k` without a `temperature` was used as `num_passages`. From the next release, it will be a "
+                "sampling setting only. For the number of passages to retrieve, pass `num_passages`."
             )
         return (
-            "`top_k` is a setting of sampling and has no effect without a `temperature`. Pass `num_passages` for the "
-            "number of passages to retrieve."
+            "`top_k` is a sampling setting and has no effect without a `temperature`. For the number of passages to "
+            "retrieve, pass `num_passages`."
         )
 
     def num_tokens(self, limits: Limits) -> int:
@@ -332,7 +334,7 @@ class ChatRequest(BaseModel):
         maximum = next(number for number in maxima if number is not None)
         if maximum == 0:
             name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-            raise ValueError(f"`{name}` is 0; expected at least 1, or -1 for the server's limit.")
+            raise ValueError(f"`{name}` is 0; expected at least 1, or -1 for as many tokens as the server allows.")
         return limits.max_new_tokens if maximum == -1 else min(maximum, limits.max_new_tokens)
 
     def engine_request(self, on_text: Callable[[str], Any], limits: Limits) -> EngineRequest:
@@ -371,8 +373,7 @@ def refuse_unsupported_fields(body: dict[str, Any]) -> None:
         neutral = UNSUPPORTED.get(name, UNSUPPORTED_SAMPLING.get(name) if draws else None)
         if neutral is not None and value not in neutral:
             if name in TOOLS:
-                raise ValueError(
-                    f'Tools are not supported. Leave out `{name}`, or pass it together with `{TOOLS[name]}: "none"`.'
-                )
-            or_neutral = f", or pass {json.dumps(neutral[0])}" if neutral else ""
-            raise ValueError(f"`{name}` is not supported with this value. Leave it out{or_neutral}.")
+                raise ValueError(f'Tools are not supported. Leave out `{name}`, or also pass `{TOOLS[name]}: "none"`.')
+            shown, or_neutral = json.dumps(value), f", or pass {json.dumps(neutral[0])}" if neutral else ""
+            shown = shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}..."
+            raise ValueError(f"`{name}` is {shown}, which is not supported. Leave out `{name}`{or_neutral}.")

@@ -174,15 +174,14 @@ class Engine:
             raise ValueError(f"`max_batch` is {max_batch}; expected at least 1 request.")
         if (kind := ask.model.generation_config.cache_implementation) is not None:
             raise ValueError(
-                f"`generation_config.cache_implementation` is {kind!r}; expected none, because requests to a server "
-                "share a cache that grows and shrinks with them. Remove the field from generation_config.json."
+                f"`cache_implementation` in generation_config.json is {kind!r}, which a server does not support, "
+                "because requests share a cache whose size changes. Remove the field."
             )
         for name in ("encoder_repetition_penalty", "encoder_no_repeat_ngram_size"):
             if (value := getattr(ask.model.generation_config, name)) not in (None, 0, 1.0):
                 raise ValueError(
-                    f"`generation_config.{name}` is {value!r}; expected none, because a server continues an answer in "
-                    "a new call of `generate`, in which the answer so far would count as prompt. Remove the field from "
-                    "generation_config.json."
+                    f"`{name}` in generation_config.json is {value!r}, which a server does not support, because the "
+                    "beginning of an answer would count as part of the prompt. Remove the field."
                 )
         self.model, self.processor, self.retriever = ask.model, ask.processor, retriever
         precomputed = None if retriever is None else retriever.corpus.precomputed_folder
@@ -237,7 +236,9 @@ class Engine:
                 f"Got {len(documents)} documents; expected at most {self.limits.max_documents}. Pass fewer."
             )
         if not 1 <= request.max_new_tokens <= self.limits.max_new_tokens:
-            raise ValueError(f"`max_tokens` is {request.max_new_tokens}; expected 1 to {self.limits.max_new_tokens}.")
+            raise ValueError(
+                f"`max_new_tokens` is {request.max_new_tokens}; expected 1 to {self.limits.max_new_tokens}."
+            )
         self._check(request.tokens_per_slot, request.min_confidence, request.max_passages, request.copy_bonus)
         for name in ("top_k", "tokens_per_slot", "min_confidence", "max_passages"):
             if getattr(request, name) is None:
@@ -270,7 +271,8 @@ class Engine:
         """Search the corpus and answer a short request, so that everything is loaded."""
         if self.retriever is not None:
             self.retriever("?", top_k=1)
-        request = Request([{"role": "user", "content": "?"}], documents=[".", ","], max_new_tokens=2)
+        most = min(2, self.limits.max_new_tokens)
+        request = Request([{"role": "user", "content": "?"}], documents=[".", ","], max_new_tokens=most)
         self.submit(request).result()
 
     def close(self) -> None:
@@ -371,7 +373,8 @@ class Engine:
         max_slots = self._max_slots_of(request, len(passages.documents))
         if num_slots > max_slots:
             raise ValueError(
-                f"The passages have {num_slots} slots; expected at most {max_slots}. Pass a lower `num_passages`."
+                f"The passages have {num_slots} slots; expected at most {max_slots}. Retrieve fewer passages "
+                "(`num_passages`, or `--top-k` of `arcaligner ask`)."
             )
         request.passages = passages
 
@@ -540,8 +543,8 @@ class Engine:
             return request.messages
         if len(request.messages) > 1:
             raise ValueError(
-                f"Got {len(request.messages)} messages; expected exactly one user message, because this base model has "
-                "no chat template."
+                f"Got {len(request.messages)} messages; expected exactly one user message, because the base model has "
+                "no chat template. Send the question alone."
             )
         return request.messages[0]["content"]
 
@@ -638,8 +641,8 @@ class Engine:
                     batches = LiveBatch.packed(batches)
                 except (RuntimeError, MemoryError) as error:  # no memory for a copy: continue without one
                     logger.warning(
-                        "There is no memory to generate answers in one batch (%s); they are generated in separate "
-                        "batches, which is slower.",
+                        "There is not enough memory to generate all answers in one batch (%s). They are generated in "
+                        "several smaller batches, which is slower.",
                         error,
                     )
                 joining.clear()  # frees the memory of batches that were joined

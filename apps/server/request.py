@@ -102,7 +102,7 @@ class Request:
 def timeout_error(seconds: float) -> TimeoutError:
     """The error of a request whose answer takes too long."""
     return TimeoutError(
-        f"The answer was not finished within {seconds:g} seconds. Try again later, or lower `max_tokens`."
+        f"The answer was not finished within {seconds:g} seconds. Try again later, or pass a lower `max_tokens`."
     )
 
 

@@ -98,9 +98,8 @@ def check_lora_positions(config: ArcAlignerConfig) -> None:
     and the precomputed keys and values include the passes that they add."""
     if config.lora_positions != "slots":
         raise ValueError(
-            f"This checkpoint has `lora_positions` {config.lora_positions!r}; expected 'slots', because vLLM processes "
-            "text with the base model alone. Use an aligner whose LoRA applies to slots only, or leave out `--engine "
-            "vllm`."
+            f"The checkpoint has `lora_positions` {config.lora_positions!r}; expected 'slots', because vLLM processes "
+            "text without the LoRA. Use an aligner whose LoRA applies to slots only, or leave out `--engine vllm`."
         )
 
 
@@ -156,7 +155,10 @@ class VllmProcess(VllmServer):
         try:  # in its own process group, so that all processes of vLLM end together
             process = subprocess.Popen(self._command, env=self._variables, start_new_session=True)
         except OSError as error:
-            raise OSError(f"vLLM cannot be started with {self._command[0]} ({error}). Run `make vllm`.") from error
+            raise OSError(
+                f"vLLM cannot be started with {self._command[0]} ({error}). Run `make vllm` in the repository, or set "
+                "the environment variable ARCALIGNER_VLLM to the path of a Python interpreter that has vLLM."
+            ) from error
         command = ["sh", "-c", END_GROUP_SCRIPT, "sh", str(process.pid), str(END_SECONDS)]
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         return process, subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, **quiet)
@@ -172,7 +174,7 @@ class VllmProcess(VllmServer):
             if self._closed.wait(waited):
                 return
             waited = min(60.0, waited * 2)  # if vLLM cannot start, wait longer and longer before the next try
-            logger.warning("vLLM ended with exit code %s. Starting it again.", self.process.returncode)
+            logger.warning("vLLM ended with exit code %s. Restarting vLLM.", self.process.returncode)
             with self._starting:  # so that `close` ends the new process
                 if self._closed.is_set():
                     return
@@ -379,8 +381,8 @@ class VllmEngine(Engine):
                 max_new_tokens = self.max_model_len - len(body["prompt"])
                 if max_new_tokens < 1:
                     raise ValueError(
-                        f"The prompt has {len(body['prompt'])} positions (a slot counts as one); expected at most "
-                        f"{self.max_model_len - 1}, vLLM's context. Pass fewer or shorter passages."
+                        f"The prompt takes {len(body['prompt'])} positions, one for each slot and each token; expected "
+                        f"at most {self.max_model_len - 1}, the context length of vLLM. Pass fewer or shorter passages."
                     )
                 body["max_tokens"] = min(request.max_new_tokens, max_new_tokens)
                 await self._stream(request, body, score, batch_size, began)
@@ -405,7 +407,7 @@ class VllmEngine(Engine):
                     part = json.loads(line.removeprefix("data: "))
                     if "error" in part:
                         raise UnavailableError(
-                            f"vLLM failed on this answer ({part['error'].get('message')}). Try again later."
+                            f"vLLM failed during this answer ({part['error'].get('message')}). Try again later."
                         )
                     usage = part.get("usage") or usage
                     for choice in part["choices"]:
@@ -420,8 +422,8 @@ class VllmEngine(Engine):
         if reason not in ("stop", "length"):
             self._is_checked = False
             raise UnavailableError(
-                f"vLLM ended this answer with {reason!r}; expected 'stop' or 'length'. Try again; if that fails, ask "
-                "the operator of this server for the reason, which is in the log of vLLM."
+                f"vLLM ended this answer with the finish reason {reason!r}; expected 'stop' or 'length'. Try again. "
+                "If the error persists, look for its reason in vLLM's log."
             )
         answerability = await asyncio.wrap_future(score)
         num_prompt, num_generated = len(body["prompt"]), usage.get("completion_tokens", 0)
@@ -438,7 +440,7 @@ class VllmEngine(Engine):
         except (ValueError, KeyError, TypeError):
             message = response.text[:200]
         if response.status_code < 500 and response.status_code != 404:
-            return ValueError(f"vLLM refuses this request: {message}")
+            return ValueError(f"vLLM rejected this request: {message}")
         self._is_checked = False
         return UnavailableError(f"vLLM failed with status {response.status_code}: {message}. Try again later.")
 
@@ -458,8 +460,8 @@ class VllmEngine(Engine):
                 refused = await self._request("POST", "/v1/completions", json=slots | {"model": self.model_name})
                 if refused.status_code != 400 or "precomputed passage" not in refused.text:
                     raise ValueError(
-                        f"vLLM at {self.vllm.url} does not read precomputed passages, so it would answer without them. "
-                        "Start it with the options in docs/engines.md, or leave out `--vllm-url`."
+                        f"vLLM at {self.vllm.url} would ignore precomputed passages. Start that vLLM with the options "
+                        "in docs/engines.md, or leave out `--vllm-url`."
                     )
                 await self._compare()
             except (httpx.TransportError, json.JSONDecodeError) as error:
@@ -486,7 +488,8 @@ class VllmEngine(Engine):
         if response.status_code != 200:
             raise ValueError(
                 f"vLLM at {self.vllm.url} cannot use this aligner's passages in {self.store.folder} "
-                f"({self._error_of(response)}). Start it with the base model of the checkpoint and the same folder."
+                f"({self._error_of(response)}). Start that vLLM with the checkpoint's base model, and with "
+                "ARCALIGNER_PASSAGES set to this folder."
             )
         logprobs = response.json()["choices"][0]["logprobs"]["top_logprobs"][0]
         difference = max(
@@ -494,8 +497,8 @@ class VllmEngine(Engine):
         )
         if not difference < MAX_DIFFERENCE:
             raise ValueError(
-                f"vLLM at {self.vllm.url} gives log-probabilities that differ by {difference:.2f} from those of this "
-                f"server; expected less than {MAX_DIFFERENCE}. Start it with the base model of the checkpoint, without "
+                f"Log-probabilities of vLLM at {self.vllm.url} differ by {difference:.2f} from those computed here; "
+                f"expected less than {MAX_DIFFERENCE}. Start that vLLM with the checkpoint's base model, without "
                 "quantization."
             )
 

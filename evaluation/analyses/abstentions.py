@@ -33,9 +33,8 @@ def read_answers(run: Path, task: str, method: str) -> list[dict[str, Any]]:
     answers = file.read()
     if not answers or "answerability" not in answers[0]:
         raise ValueError(
-            f"{file.path} is missing, or its answers have no answerability. Make it with `python -m arcaligner "
-            f"evaluate --recipe smollm2_135m --data FOLDER --tasks {','.join(TASKS)} --methods {method} "
-            f"--output {run}`."
+            f"{file.path} is missing, or its answers have no answerability. Run `arcaligner evaluate --recipe "
+            f"smollm2_135m --data FOLDER --tasks {','.join(TASKS)} --methods {method} --output {run}`."
         )
     checkpoint = file.settings()["checkpoint"]
     threshold = ArcAlignerConfig.from_pretrained(checkpoint).answerability_threshold
@@ -51,7 +50,9 @@ def read_answers(run: Path, task: str, method: str) -> list[dict[str, Any]]:
 
 
 def abstentions(
-    run: Annotated[Path, typer.Option(help="Folder of a run, with answers.")] = Path("runs/evaluation"),
+    run: Annotated[Path, typer.Option(help="Folder of an evaluation (`--output` of `arcaligner evaluate`).")] = Path(
+        "runs/evaluation"
+    ),
     methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "arcaligner,arcaligner_x4",
 ) -> None:
     """Print how often methods abstain on unanswerable questions, and what that costs. Shares are in percent with 95 %

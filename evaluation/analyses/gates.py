@@ -13,7 +13,7 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from ...common.files import markdown_table, printable
+from ...common.files import counted, markdown_table, printable
 from ...common.rows import Row
 from ...modeling_arcaligner import ArcAlignerForCausalLM
 from ...pipeline_arcaligner import ArcAlignerPipeline, format_trajectory
@@ -31,9 +31,9 @@ def require_gates(model: ArcAlignerForCausalLM, checkpoint: str) -> None:
     config = model.config
     if config.gate_mode != "adaptive" or not config.gated_layers:
         raise ValueError(
-            f"The gates of {checkpoint} have no effect: its `gate_mode` is {config.gate_mode!r}, and "
-            f"{len(config.gated_layers)} of its layers have a gate. Pass a checkpoint of stage III, whose gates "
-            "were trained, with `--checkpoint` or `gated:` of the recipe."
+            f"{checkpoint} has no active gates: its `gate_mode` is {config.gate_mode!r}, and it has "
+            f"{counted(len(config.gated_layers), 'layer')} with a gate. Pass a checkpoint of stage III with trained "
+            "gates, with `--checkpoint` or as `gated` in the recipe."
         )
 
 

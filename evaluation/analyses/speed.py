@@ -55,9 +55,9 @@ def find_size(report: dict[str, Any], k: int, tokens_per_slot: int | str) -> dic
         if (size["k"], size["tokens_per_slot"]) == (k, tokens_per_slot):
             return size
     raise ValueError(
-        f"The latency report has no measurement of {k} passages at {tokens_per_slot} tokens per slot. Measure again: "
-        f"`python -m arcaligner.benchmarks.latency --sizes {k} --tokens-per-slot {tokens_per_slot}`, together with the "
-        "other sizes."
+        f"The latency report has no measurement of {counted(k, 'passage')} with `tokens_per_slot` {tokens_per_slot}. "
+        f"Measure again with `python -m arcaligner.benchmarks.latency`, with {k} in `--sizes` and {tokens_per_slot} in "
+        "`--tokens-per-slot`."
     )
 
 

@@ -70,11 +70,11 @@ def test_folder_is_searched(ask, tmp_path):
 @pytest.mark.parametrize(
     ("rows", "option", "message"),
     [
-        ([], None, "mine.jsonl has no question. Expected lines such as"),
-        ([{"question": " "}], None, "has no question"),
+        ([], None, "mine.jsonl contains no questions; expected lines such as"),
+        ([{"question": " "}], None, "contains no questions"),
         ([{"question": 3}], None, "mine.jsonl, line 1: `question` is 3 (int); expected a string."),
-        ([{"question": "Who?"}], None, "1 of 1 questions have no `passages` (the first: 'Who?'), and no documents"),
-        ([{"question": "Who?"}], "--documents", "Found no document that can be read"),
+        ([{"question": "Who?"}], None, "The question 'Who?' has no `passages`, and no documents were passed"),
+        ([{"question": "Who?"}], "--documents", "Found no document with text"),
         ([ROWS[0]], "--full-text-lora", "empty"),
     ],
 )
@@ -83,6 +83,13 @@ def test_compare_errors_print_one_line(ask, tmp_path, rows, option, message):
     code, out, err = ask(rows, *((option, tmp_path / "empty") if option else ()))
     assert (code, out) == (1, "") and err.splitlines()[-1].startswith("Error: ") and message in err.splitlines()[-1]
     assert not (tmp_path / "out").exists()
+
+
+def test_unused_documents_are_reported(ask, tmp_path, caplog):
+    """Documents that no question needs give a warning."""
+    (tmp_path / "texts").mkdir()
+    code, _, _ = ask(ROWS, "--documents", tmp_path / "texts", "-n", 1)
+    assert code == 0 and "`--documents` has no effect" in caplog.text
 
 
 def test_scores_need_answers():

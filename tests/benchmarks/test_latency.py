@@ -81,7 +81,7 @@ def test_rows_of_similar_length(processor):
     nearest = select_rows(rows, processor, 3)
     assert nearest == [rows[3], rows[1], rows[4]]
     assert join_rows(nearest) == {"question": "3", "passages": [passages[3], passages[1], passages[4]]}
-    with pytest.raises(ValueError, match="The data have 5 passages with a question, but 6 are needed"):
+    with pytest.raises(ValueError, match="The data have 5 passages with a question; expected at least 6"):
         select_rows(rows, processor, 6)
 
 

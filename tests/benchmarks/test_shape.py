@@ -123,9 +123,9 @@ def test_weights_are_counted_without_memory():
 def test_too_small_card_is_refused():
     """A GPU that is too small is refused with the need, the free memory and the shapes that fit."""
     message = r"`--shape` is mistral-7b, which needs about 1\d\.\d GiB in bfloat16, but cuda:0 has 6.0 GiB free of 8.0"
-    with pytest.raises(ValueError, match=rf"{message}\. Shapes that fit: smollm2-135m, llama-1b\."):
+    with pytest.raises(ValueError, match=rf"{message}\. Pass a shape that fits: smollm2-135m, llama-1b\."):
         check_fits("mistral-7b", torch.bfloat16, 3050, "cuda:0", 6 * GIB, 8 * GIB)
-    with pytest.raises(ValueError, match="No shape fits: free memory of the GPU, or choose another one"):
+    with pytest.raises(ValueError, match="No shape fits. Free memory of this GPU, or choose another GPU"):
         check_fits("smollm2-135m", torch.bfloat16, 3050, "cuda:0", GIB // 8, 8 * GIB)
     check_fits("smollm2-135m", torch.bfloat16, 3050, "cuda:0", 6 * GIB, 8 * GIB)
 

@@ -129,13 +129,13 @@ def test_missing_method_is_skipped(settings, caplog, place, checkpoint_dir):
     with caplog.at_level(logging.WARNING):
         results = evaluate(settings(methods=methods, projector_only=place))
     assert list(results["sets"]["SQuAD"]["methods"]) == ["naive"]
-    assert "skipped xRAG (our training): name its checkpoint with `--xrag`" in caplog.text
-    assert "`python -m arcaligner train --recipe xrag` makes one" in caplog.text
-    assert "skipped StandardRAG, fine-tuned: name its checkpoint with `--full-text-lora`" in caplog.text
-    assert f"skipped projector only: there is no {place}, named with `--projector-only`" in caplog.text
-    with pytest.raises(ValueError, match="LoRA of rank 4; for `--xrag` expected an aligner with a projector alone"):
+    assert "Skipped xRAG (our training): No checkpoint was given. Pass one as `xrag` in the recipe" in caplog.text
+    assert "to train one, run `python -m arcaligner train --recipe xrag`" in caplog.text
+    assert "Skipped StandardRAG, fine-tuned: No checkpoint was given. Pass one as `full_text_lora`" in caplog.text
+    assert f"Skipped projector only: There is no checkpoint {place}. To train one, run" in caplog.text
+    with pytest.raises(ValueError, match="LoRA of rank 4; expected an aligner without a LoRA for the method"):
         evaluate(settings(methods=["xrag"], xrag=str(checkpoint_dir)))
-    with pytest.raises(ValueError, match="`lora_positions` 'slots'; `--all-positions` needs an aligner with 'all'"):
+    with pytest.raises(ValueError, match="`lora_positions` 'slots'; expected 'all' for the method `all_positions`"):
         evaluate(settings(methods=["all_positions"], all_positions=str(checkpoint_dir)))
 
 
@@ -159,14 +159,14 @@ def test_compressions_in_one_run(settings):
 
 def test_task_without_passages(settings, data, caplog):
     """A task without passages is answered only by methods that use none."""
-    with pytest.raises(ValueError, match="Natural Questions has no passages of its own. Retrieve some"):
+    with pytest.raises(ValueError, match="The questions of Natural Questions have no passages. Retrieve some"):
         evaluate(settings(["nq"], ["naive", "arcaligner"]))
     assert evaluate(settings(["nq"], ["naive"]))["sets"]["Natural Questions"]["recall"][0] == 0.0
     rows = question_rows(2)
     write_rows(data / "nq.jsonl", [rows[0] | {"passages": []}, rows[1]])
     with caplog.at_level(logging.WARNING):
         evaluate(made := settings(["nq"], ["standard_rag", "arcaligner"], output=data / "other"))
-    assert "Natural Questions: 1 of 2 questions have no passage" in caplog.text
+    assert "Natural Questions: no passages for 1 of 2 questions" in caplog.text
     by_id = {row["id"]: row for row in answers(made, "nq", "arcaligner")}
     assert by_id["row-0"]["context_tokens"] == 1 and by_id["row-0"]["recall"] == 0.0
 
@@ -194,7 +194,7 @@ def test_truncated_line_is_answered_again(file, kept):
     file.path.write_bytes(whole + json.dumps(LINES[2], ensure_ascii=False).encode()[:kept])
     assert file.read() == LINES[:2] and file.open(SETTINGS, ROWS) == ROWS[2:]
     with file.claim():
-        with pytest.raises(ValueError, match=r"Another process is already writing answers to .*naive\.jsonl"):
+        with pytest.raises(ValueError, match=r"Another process is writing answers to .*naive\.jsonl"):
             with AnswerFile(file.run, file.task, file.method).claim():
                 pass
         file.append(LINES[2:3])
@@ -207,7 +207,10 @@ def test_truncated_line_is_answered_again(file, kept):
         ({"machine": "there", "checkpoint": "runs/b"}, {}, None),  # the same weights in another place
         ({"weights": "other"}, {}, "`weights` was 'abc' and is now 'other'"),
         ({"top_k": 1}, {}, "`top_k` was None and is now 1"),
-        *(({}, row, "row row-1 has changed") for row in ({"question": "Else?"}, {"answers": ["x"]}, {"passages": []})),
+        *(
+            ({}, row, "question row-1 has changed")
+            for row in ({"question": "Else?"}, {"answers": ["x"]}, {"passages": []})
+        ),
     ],
 )
 def test_run_continues_unchanged_only(file, changed, row, message):

@@ -164,8 +164,8 @@ def test_run_is_judged_once(tmp_path, endpoint, caplog):
         "| squad | arcaligner | 100.0 [100.0, 100.0] | 1 | 0 | 1 |",
         f"| squad | naive | {mean:.1f} [{low:.1f}, {high:.1f}] | 3 | 1 | 0 |",
     ]
-    assert "A request to a/judge failed: it took longer than 1 seconds" in caplog.text
-    assert "naive.a--judge.verdicts.jsonl: 1 of 3 replies begin with neither yes nor no." in caplog.text
+    assert "A request to a/judge failed: no reply within 1 seconds" in caplog.text
+    assert "naive.a--judge.verdicts.jsonl: the judge replied neither yes nor no to 1 of 3 answers." in caplog.text
     naive, ours = (AnswerFile(tmp_path, "squad", method) for method in ("naive", "arcaligner"))
     assert judged_scores(naive, "a/judge") == {"q0": 1.0, "q1": 0.0, "q2": 0.0}
     assert judged_scores(ours, "a/judge") == {"q0": 1.0} and judged_scores(naive, "other/judge") == {}
@@ -246,13 +246,19 @@ def test_agreement_without_verdicts(people, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "broken, message", [("human", "There is no .*human.tsv. Expected"), ("BEM", "has no column 'Gold answers'")]
+    "broken, message", [("human", "There is no .*human.tsv. Pass the folder"), ("BEM", "has no column 'Gold answers'")]
 )
 def test_other_files_are_refused(people, tmp_path, broken, message):
     path = people / f"NQ301_{broken}.tsv"
     path.unlink() if broken == "human" else path.write_text("id\tQuestion\n1\twhat\n")
     with pytest.raises(ValueError, match=message):
         judge_people(people, tmp_path, judge_of(), "judge")
+
+
+def test_number_needs_agreement(tmp_path):
+    """A limit on human judgements is refused where none are read."""
+    with pytest.raises(ValueError, match="`-n` works with `--agreement` only"):
+        main(run=tmp_path, number=1)
 
 
 # The endpoint
@@ -278,10 +284,10 @@ def test_endpoint_is_asked_greedily(endpoint, monkeypatch):
     [
         (500, "status 500", 1 + RETRIES),
         (429, "status 429", 1 + RETRIES),
-        (b"<html>", "no chat completion", 1),
-        (b'{"choices": []}', "no chat completion", 1),
-        (b"[]", "no chat completion", 1),
-        (None, "longer than 60 seconds", 1 + RETRIES),
+        (b"<html>", "not a chat completion", 1),
+        (b'{"choices": []}', "not a chat completion", 1),
+        (b"[]", "not a chat completion", 1),
+        (None, "no reply within 60 seconds", 1 + RETRIES),
     ],
 )
 def test_failed_reply_leaves_others(failure, problem, attempts, endpoint, caplog):

@@ -51,10 +51,8 @@ def test_main_table_has_both(make, caplog):
     assert line.startswith("| ArcAligner | ArcAligner, x24 |")
     for named in PAPER["sets"]["HotpotQA"].keys() - paper.ABLATION_NAMES:
         assert any(f"| {named}{rate} |" in text for rate in ("", f", x{PAPER['rates'].get(named)}")), named
-    assert "w/o Recursion" not in text and "skipped xRAG" in caplog.text
-    assert (
-        "- xRAG (our training): name its checkpoint with `--xrag`; `python -m arcaligner train --recipe xrag`" in text
-    )
+    assert "w/o Recursion" not in text and "Skipped xRAG" in caplog.text
+    assert "- xRAG (our training): No checkpoint was given. Pass one as `xrag` in the recipe" in text
     assert "| StandardRAG, fine-tuned |" not in text  # no number from the paper and none measured
     assert "text is StandardRAG, the bare" in text and "| 2WikiMultiHopQA | 4 |" in text
     wrong = AnswerFile(make().settings.output / FLOOR, "nq", "arcaligner").read()
@@ -69,7 +67,7 @@ def test_missing_floor_is_named(make, data):
     answers = [AnswerFile(make().settings.output / FLOOR, name, "arcaligner").read() for name in ("hotpotqa", "nq")]
     assert [len(rows) for rows in answers] == [0, 4]
     assert len(AnswerFile(make().settings.output, "hotpotqa", "arcaligner").read()) == 1
-    assert "the floor of HotpotQA: HotpotQA: the floor needs passages" in page.read_text(encoding="utf-8")
+    assert "HotpotQA, floor: The floor of HotpotQA cannot be measured" in page.read_text(encoding="utf-8")
 
 
 def test_second_run_asks_nothing(make, monkeypatch):
@@ -100,7 +98,7 @@ def test_wrong_passages_hold_no_answer():
     texts = [row["passages"][0]["text"] for row in wrong_passages(rows, "SQuAD")]
     assert texts == ["b2", "c3", "b2", "c3"]
     assert wrong_passages(rows[:3], "SQuAD") == wrong_passages(rows, "SQuAD")[:3]
-    with pytest.raises(ValueError, match="SQuAD: the floor needs passages of another question.*leave out `--floor`"):
+    with pytest.raises(ValueError, match="The floor of SQuAD cannot be measured.*leave out `--floor`"):
         wrong_passages(rows[:1], "SQuAD")
 
 
@@ -159,7 +157,7 @@ def test_gates_are_counted(make, checkpoint_dir, monkeypatch):
 def test_closed_gates_are_refused(make, base_model_dir, processor, tmp_path):
     random_aligner(base_model_dir, processor, seed=4, gate_mode="off").save_pretrained(tmp_path / "off")
     processor.save_pretrained(tmp_path / "off")
-    with pytest.raises(ValueError, match="gates: The gates of .*off have no effect: its `gate_mode` is 'off'"):
+    with pytest.raises(ValueError, match="gates: .*off has no active gates: its `gate_mode` is 'off'"):
         reproduce("gates", make(checkpoint=str(tmp_path / "off")))
     pages = reproduce("gates", make(checkpoint=str(tmp_path / "off"), reproduce={"gated": make().settings.checkpoint}))
     assert [page.name for page in pages] == ["gates.md"]
@@ -188,13 +186,14 @@ def test_perplexity_of_text_and_slots(make, checkpoint_dir):
     (page,) = reproduce("perplexity", made)
     text = page.read_text(encoding="utf-8")
     assert "| Base |" in text and "| ours |" in text and "| xRAG |" not in text
-    assert "- xRAG: there is no folder runs/nowhere; `python -m arcaligner train --recipe RECIPE --stage 1`" in text
+    command = "`python -m arcaligner train --recipe RECIPE --stage 1`"
+    assert f"- xRAG: There is no folder runs/nowhere. To train this aligner, run {command}." in text
     model, processor = load_aligner(str(checkpoint_dir), "cpu")
     losses = perplexity.slot_losses(model, processor, question_rows(3), "segment")
     numbers = perplexity.summarize_losses(losses)
     assert json.loads((made.folder / "perplexity_ours.json").read_text())["numbers"] == numbers
     assert numbers["passages"] == 3 and numbers["perplexity"][1] < numbers["perplexity"][0] < numbers["perplexity"][2]
-    with pytest.raises(ValueError, match="No checkpoint after stage I is on this machine. Train one"):
+    with pytest.raises(ValueError, match="This machine has no checkpoint of stage I. Train one"):
         reproduce("perplexity", make(reproduce={"stage_one": {"xRAG": "runs/nowhere"}}))
 
 
@@ -202,8 +201,8 @@ def test_all_leaves_out_by_name(make, caplog):
     """All parts are made except those with missing requirements, which are named."""
     pages = reproduce("all", make(num_questions=1))
     assert [page.stem for page in pages] == [name for name in PARTS if name not in ("recall", "perplexity")]
-    assert "left out recall: The recipe has no `retrieval`" in caplog.text
-    assert "left out perplexity: No checkpoint after stage I" in caplog.text
+    assert "Left out recall: The recipe has no `retrieval`" in caplog.text
+    assert "Left out perplexity: This machine has no checkpoint of stage I" in caplog.text
     folder = pages[0].parent
     pictures = {path.stem for path in folder.glob("*.svg")}
     assert pictures == {"backbones", "gates", "categories", "ratios", "case_1", "case_2", "case_3"}
@@ -211,5 +210,5 @@ def test_all_leaves_out_by_name(make, caplog):
     assert "In what country is Toronto Northwest?" in cases and "`traj = [" in cases and "LL" in cases
     assert "The evidence is in sentence 2" in cases.split("## Case 2")[0]
     assert "intervals of F1" not in (folder / "categories.md").read_text(encoding="utf-8")  # it shows no F1
-    with pytest.raises(ValueError, match="no part 'table4' of the paper; expected one of table1"):
+    with pytest.raises(ValueError, match="part to reproduce is 'table4'; expected one of table1"):
         reproduce("table4", make())

@@ -55,15 +55,15 @@ def test_wrong_marks_are_refused(tmp_path, checkpoint_dir):
     """A page without both marks of a part, and a run of other weights, are refused."""
     for text in ("none", "{1}{0}", "{0}{0}{1}"):
         (page := tmp_path / "page.md").write_text(text.format(*(mark.format("a") for mark in MARKS)))
-        with pytest.raises(ValueError, match=r"each once and in this order, but has"):
+        with pytest.raises(ValueError, match=r"each once and in this order; found"):
             write_part(page, "a", ["new"])
     write_answers(tmp_path, "squad", "naive", [{}])
     check_weights(tmp_path, checkpoint_dir)
     write_answers(tmp_path, "squad", "arcaligner", [{}], weights="other")
-    with pytest.raises(ValueError, match=r"arcaligner\.jsonl has answers of the weights other"):
+    with pytest.raises(ValueError, match=r"arcaligner\.jsonl are of an aligner with the weights other"):
         check_weights(tmp_path, checkpoint_dir)
     write_answers(tmp_path / "other" / FLOOR, "squad", "arcaligner", [{}], weights="other")
-    with pytest.raises(ValueError, match=rf"{FLOOR}.*has answers of the weights other"):
+    with pytest.raises(ValueError, match=rf"{FLOOR}.*are of an aligner with the weights other"):
         check_weights(tmp_path / "other", checkpoint_dir)
 
 
@@ -209,5 +209,5 @@ def test_f1_and_time_share_compression():
     }
     del sets[2.0]["methods"]["arcaligner_x8"]
     assert [tokens_per_slot for *_, tokens_per_slot in speed_curves(report, sets)["slots, cached"]] == [4]
-    with pytest.raises(ValueError, match="has no measurement of 20 passages at 16"):
+    with pytest.raises(ValueError, match="has no measurement of 20 passages with `tokens_per_slot` 16"):
         find_size(report, 20, 16)

@@ -73,7 +73,7 @@ def test_numbers_match_the_answers(run):
     assert differences["standard_rag"]["f1"][0] == pytest.approx(-100 / 3)
     assert compare({"a": {}}, {"b": {}}) == {"questions": 0}
     write_answers(run, "hotpotqa", "max_loop", [{"row": "other"}])
-    with pytest.raises(ValueError, match="max_loop answered question 0 with different passages"):
+    with pytest.raises(ValueError, match="max_loop cannot be compared, because question 0 had different passages"):
         summarize(run)
 
 
@@ -153,5 +153,5 @@ def test_abstentions_below_the_threshold(model, processor, tmp_path, capsys):
     # In five of 4 x 3 pairs the unanswerable question has the higher answerability.
     assert others == ["43.8", "6.2", "0.583"]
     write_answers(tmp_path, TASKS[0], "naive", [{}])
-    with pytest.raises(ValueError, match="is missing, or its answers have no answerability. .*`python -m"):
+    with pytest.raises(ValueError, match="is missing, or its answers have no answerability. Run `arcaligner evaluate"):
         abstentions(tmp_path, "naive")

@@ -109,7 +109,8 @@ def test_wrong_lists_are_counted(pool, encoder_dir, tmp_path, monkeypatch, caplo
         "the reply names no passage": 1,
     }
     assert (
-        "nq: 3 of 4 rankings by listwise:judge" in caplog.text and "the reply names a passage twice (1)" in caplog.text
+        "nq: listwise:judge returned no usable ranking for 3 of 4 questions" in caplog.text
+        and "the reply names a passage twice (1)" in caplog.text
     )
     unordered = RetrievalSettings([pool], str(encoder_dir), num_candidates=3)
     plain, _ = retrieval.retrieve(unordered, "nq", ROWS, tmp_path / "plain")

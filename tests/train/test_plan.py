@@ -175,6 +175,8 @@ def test_dry_run_prints_the_plan(offline, capsys, monkeypatch):
     assert "64 examples: 2 GPUs x 4 accumulated batches of 8" in capsys.readouterr().out
     with pytest.raises(ValueError, match="work with `--dry-run`"):
         app(["train", "--recipe", "mistral_7b", "--gpus", "2"], standalone_mode=False)
+    with pytest.raises(ValueError, match="`--accelerate` has no effect with `--dry-run`"):
+        app(["train", "--recipe", "mistral_7b", "--dry-run", "--accelerate", "ddp"], standalone_mode=False)
 
 
 def test_device_gpu_overrides_keys():

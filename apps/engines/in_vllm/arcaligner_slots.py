@@ -158,7 +158,7 @@ def _read_header(path: Path, modified: int, size: int) -> Header:
             raise ValueError(f"its tensor has the shape {shape}; expected (layers, 2, heads, slots, head_dim)")
         if "base_model" not in metadata:
             raise ValueError(
-                "it does not name its base model, like files of version 0.2; expected a file of this version"
+                "it is a file of version 0.2, which does not name its base model; expected a file of this version"
             )
         fingerprint, base_model = json.loads(metadata["fingerprint"]), json.loads(metadata["base_model"])
         # The name is the digest of everything that the keys and values depend on.
@@ -181,16 +181,16 @@ def check_slots(slots: Any) -> list[Header]:
     is_list = isinstance(slots, list) and slots and all(isinstance(pair, list) and len(pair) == 2 for pair in slots)
     if not is_list or not all(type(count) is int and count >= 0 for _, count in slots):
         raise ValueError(
-            f"`slots` is {reprlib.repr(slots)}; expected [[KEY, number of slots], ...]. A KEY is the name of a file in "
-            "the folder ARCALIGNER_PASSAGES without .safetensors, and a number is 0 or more. Put the file of the text "
-            "before the passages first."
+            f"`slots` is {reprlib.repr(slots)}; expected [[KEY, number of slots], ...]. Each KEY is the name of a file "
+            "in the folder of precomputed passages, without .safetensors. Put the file of the text before the passages "
+            "first."
         )
     headers = [read_header(key) for key, _ in slots]
     first = headers[0]
     if (positions := first.fingerprint.get("lora_positions", "slots")) != "slots":
         raise ValueError(
-            f"The aligner of these passages has a LoRA on {positions} positions, but vLLM computes text without LoRA. "
-            "Use an aligner with `lora_positions` 'slots'."
+            f"The aligner of these passages has `lora_positions` {positions!r}; expected 'slots', because vLLM "
+            "processes text without the LoRA. Use an aligner whose LoRA applies to slots only."
         )
     for number, ((key, count), header) in enumerate(zip(slots, headers, strict=True)):
         if count > header.num_slots:
@@ -209,13 +209,13 @@ def check_slots(slots: Any) -> list[Header]:
         ):
             if header.fingerprint.get(name) != first.fingerprint.get(name):
                 raise ValueError(
-                    f"The passages {slots[0][0]} and {key} do not belong together: they differ in `{name}`. Precompute "
-                    "both with the same checkpoint and settings."
+                    f"The files {slots[0][0]} and {key} do not belong together: they differ in `{name}`. Precompute "
+                    "all passages with the same checkpoint and settings."
                 )
         if header.base_model != first.base_model:
             raise ValueError(
-                f"The passages {slots[0][0]} and {key} were computed with different base models. Precompute both with "
-                "the same checkpoint."
+                f"The files {slots[0][0]} and {key} were computed with different base models. Precompute all passages "
+                "with the same checkpoint."
             )
         if header.fingerprint["has_slots"] != bool(number):
             raise ValueError(
@@ -224,8 +224,8 @@ def check_slots(slots: Any) -> list[Header]:
             )
     if slots[0][1] != first.num_slots:
         raise ValueError(
-            f"`slots` asks for {slots[0][1]} tokens of the text before the passages; expected {first.num_slots}, all "
-            "that are in its file."
+            f"`slots` asks for {slots[0][1]} tokens of the text before the passages; expected {first.num_slots}, the "
+            "number in its file."
         )
     if first.fingerprint.get("passage_attention") != "separate" and len(slots) > 2:
         raise ValueError(
@@ -453,8 +453,8 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
         self._passage_bytes = self._kv_transfer_config.get_from_extra_config("passage_bytes", PASSAGE_BYTES)
         if type(self._passage_bytes) is not int or self._passage_bytes < 0:
             raise ValueError(
-                f"`passage_bytes` is {self._passage_bytes!r}; expected a whole number, 0 (keep no passage in memory) "
-                "or more."
+                f"`passage_bytes` is {self._passage_bytes!r}; expected a whole number of bytes. Pass 0 to keep no "
+                "passages in memory."
             )
 
     @property
@@ -498,16 +498,16 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
             )
         if request.cache_salt != salt_of(slots):
             raise ValueError(
-                "`cache_salt` does not belong to `slots`, so vLLM could use the prefix of another request. Pass "
-                "`salt_of(slots)`."
+                "`cache_salt` does not match `slots`, so vLLM could use the prefix of another request. Pass "
+                "`salt_of(slots)` as `cache_salt`."
             )
         for (key, _), header in zip(slots, headers, strict=True):
             shape = (header.shape[0], header.shape[1], header.shape[2], header.head_dim)
             expected = (self._config.num_hidden_layers, 2, self._heads, self._head_dim)
             if shape != expected:
                 raise ValueError(
-                    f"The passage {key} has (layers, 2, heads, head_dim) {shape}; expected {expected}. Start vLLM with "
-                    "the base model of the aligner."
+                    f"The passage {key} has the shape (layers, 2, heads, head_dim) {shape}; expected {expected}. Start "
+                    "vLLM with the base model of the aligner."
                 )
             for name in ("rope", "weights"):
                 value, expected = header.base_model.get(name), self._base_model[name]
@@ -518,8 +518,8 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
                     )
         if len(slots) > 2 and self._config.model_type not in ROTATED:
             raise ValueError(
-                f"The base model is of type {self._config.model_type!r}; for several independent passages expected one "
-                f"of {', '.join(ROTATED)}. Pass one passage, or use such a base model."
+                f"The base model is of type {self._config.model_type!r}; with several independent passages, expected "
+                f"one of {', '.join(ROTATED)}. Pass one passage, or use such a base model."
             )
         return headers
 
@@ -680,7 +680,7 @@ class SlotsLogitsProcessor(AdapterLogitsProcessor):
             check_slots(params["slots"])
             if sampling_params.prompt_logprobs is not None or sampling_params.skip_reading_prefix_cache:
                 raise ValueError(
-                    "Slots are a cached prefix, so `prompt_logprobs` and `skip_reading_prefix_cache` do not work. "
+                    "Requests with `slots` support neither `prompt_logprobs` nor `skip_reading_prefix_cache`. "
                     "Leave both out."
                 )
         if (copy := params.get("copy")) is not None:

@@ -72,7 +72,7 @@ def test_answer_prints_pipeline_answer_only(answer, document, model, processor):
     *steps, check, summary = err.splitlines()
     assert steps == ["Loading the aligner and its base model", "Encoding 2 passages", place, place]
     assert check == "The answer does not appear word for word in the passages; please check it."
-    assert summary.startswith(f"{record['statistics']['tokens']} tokens of text compressed to 4 slots, x")
+    assert summary.startswith(f"{record['statistics']['tokens']} tokens of text compressed to 4 slots (")
 
 
 def test_show_slots_lists_sentences(answer, document, tmp_path):
@@ -103,9 +103,9 @@ def test_answer_options_reach_pipeline(answer, monkeypatch, document, tokens_per
 
 def test_question_is_given_once(run_cli, document):
     """A missing question is refused, and so are two questions, one as an argument and one as an option."""
-    for arguments in ((), ("Who?", "--question", "Who?")):
+    for arguments, got in (((), "no question"), (("Who?", "--question", "Who?"), "two questions")):
         code, _, err = run_cli("answer", *arguments, "--document", document)
-        assert code == 2 and "expected exactly one question" in err
+        assert code == 2 and f"Got {got}; expected one" in err
 
 
 LONG = "One two three four five six seven eight nine ten. "
@@ -124,8 +124,8 @@ def test_long_file_is_cut(answer, chooser, tmp_path, number):
     lines = [line for line in err.splitlines() if line.startswith(str(path))]
     spans = [(passages[place].start, passages[place].end, passages[place].title) for place in used]
     assert lines == [f"{path}:{start}-{end} {title}" for start, end, title in spans]
-    unused = f"{counted(5 - number, 'passage')} not used: less likely to contain the answer"
-    assert f"{unused} (to use more, raise --max-passages)" in " ".join(err.split())
+    unused = f"{counted(5 - number, 'passage')} not used. To use more, pass a higher `--max-passages`."
+    assert unused in " ".join(err.split())
     assert path.read_text("utf-8")[slice(*spans[0][:2])] == documents[used[0]]["text"]
 
 
@@ -144,8 +144,29 @@ def test_missing_checkpoint_fails_fast(run_cli, monkeypatch, tmp_path, command):
     monkeypatch.setattr("huggingface_hub.model_info", model_info := Mock(side_effect=ConnectionError))
     monkeypatch.setattr(shared, "load_pipeline", cli_load_pipeline)
     code, _, err = run_cli(*command.split(), "--checkpoint", "nowhere/x")
-    assert code == 1 and "There is no aligner nowhere/x: it is neither a folder" in err.replace("\n", " ")
+    assert code == 1 and "nowhere/x is neither a folder on this machine nor a repository" in err.replace("\n", " ")
     model_info.assert_called_once_with("nowhere/x", timeout=shared.HUB_SECONDS)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99"])
+def test_missing_device_is_refused(run_cli, document, checkpoint_dir, monkeypatch, device):
+    """A device that does not exist is refused in one line."""
+    monkeypatch.setattr(shared, "load_pipeline", cli_load_pipeline)
+    options = ("--checkpoint", checkpoint_dir, "--device", device)
+    code, _, err = run_cli("answer", QUESTION, "--document", document, *options)
+    assert code == 1 and err.splitlines()[-1].startswith(f"Error: `--device` is '{device}', but this machine has no")
+
+
+def test_dropped_slots_are_reported(answer, document):
+    """Slots that `--max-slots` drops are counted."""
+    code, _, err = answer(document, options=["--max-slots", 1])
+    assert code == 0 and "dropped because of `--max-slots`" in " ".join(err.split())
+
+
+def test_judge_needs_an_endpoint(run_cli):
+    """A judge without an address is refused before any question is loaded."""
+    code, _, err = run_cli("reproduce", "table1", "--judge", "a/judge")
+    assert code == 1 and "`--judge` needs the address of a server" in err
 
 
 def test_user_errors_print_one_line(answer, base_model_dir, document, tmp_path, monkeypatch):
@@ -161,16 +182,16 @@ def test_user_errors_print_one_line(answer, base_model_dir, document, tmp_path, 
             "binary.txt is not text in UTF-8 or in any other known encoding (see byte 0, counted from 0)",
         ),
         (paths["empty"], {}, "empty.txt contains no text"),
-        (paths["long"], {}, "long.txt has 5 passages; `answer` accepts at most 4. Build a corpus with"),
-        (paths["one_word"], {}, "one_word.txt has 5 passages"),  # text without spaces is cut as well
-        (Path("tests/data/case_studies.jsonl").absolute(), {}, "case_studies.jsonl contains rows"),
+        (paths["long"], {}, "long.txt makes 5 passages; expected at most 4"),
+        (paths["one_word"], {}, "one_word.txt makes 5 passages"),  # text without spaces is cut as well
+        (Path("tests/data/case_studies.jsonl").absolute(), {}, "case_studies.jsonl is a file of rows"),
         (document, {"question": " "}, "The question is empty"),
         (document, {"checkpoint": tmp_path / "none"}, f"There is no folder {tmp_path / 'none'}"),
         (document, {"checkpoint": "tests/none"}, "There is no folder tests/none"),
-        (document, {"checkpoint": ""}, "`--checkpoint` is empty"),
+        (document, {"checkpoint": ""}, "The checkpoint is empty"),
         (document, {"checkpoint": base_model_dir}, "of type 'llama'; expected 'arcaligner'"),
         (document, {"options": ["--base-model", document]}, "`--base-model` works with `--engine llama.cpp`"),
-        (document, {"options": ["--engine", "llama.cpp", "--show-slots"]}, "work with PyTorch only"),
+        (document, {"options": ["--engine", "llama.cpp", "--show-slots"]}, "llama.cpp does not support `--show-slots`"),
     ):
         code, out, err = answer(path, **arguments)
         assert code == 1 and out == ""
@@ -307,7 +328,7 @@ def test_demo_prints_answers_immediately(chooser, monkeypatch):
         assert (f"gold answer: {row['answers'][0]}" in page) == (row != CASES[0])
     # One gold answer is "unanswerable".
     assert page.count(", answerability ") == 14 and page.count(" unanswerable ") == 15
-    assert "Result: 1 of 14 answers from slots and 1 from text are right" in page
+    assert "Result: of 14 answers, 1 from slots and 1 from text are right" in page
     assert console.file.getvalue().splitlines()[-1] == demo.NEXT
     assert [*map(len, demo.demo_questions().values())] == [10, 3]  # of an aligner that never abstains
 

@@ -107,12 +107,12 @@ def test_killed_worker_keeps_written_rows(tmp_path, monkeypatch, processor, make
 
     threads = torch.get_num_threads()
     monkeypatch.setattr(build, "ProcessPoolExecutor", Pool)
-    with pytest.raises(OSError, match="One of 2 encoding processes ended.*fewer processes"):
+    with pytest.raises(OSError, match="One of the 2 encoding processes ended.*fewer processes"):
         build_corpus([str(source)], corpus, processor, processes=2)
     torch.set_num_threads(threads)
     report = build_corpus([str(source)], corpus, processor)
     assert (report.unchanged, report.added) == (2, 5)
-    with pytest.raises(ValueError, match="`processes` is 0; expected 1 or more"):
+    with pytest.raises(ValueError, match="`processes` is 0; expected at least 1"):
         build_corpus([str(source)], corpus, processor, processes=0)
 
 
@@ -185,7 +185,7 @@ def test_prune_keeps_what_is_unknown(corpus, letters, processor, prune, monkeypa
     (letters / "rows.jsonl").write_text("{")  # the ids of its rows are unknown
     assert build_corpus([str(letters), str(more)], corpus, processor, prune=prune).removed == 0
     assert corpus.documents() >= known | {"more.txt"}
-    assert ("`prune` removed nothing, because 1 item of the sources could not be read" in caplog.text) == prune
+    assert ("`prune` removed nothing, because 1 of the sources" in caplog.text) == prune
 
 
 def test_broken_lines_lose_only_themselves(make_corpus, processor, tmp_path):
@@ -325,7 +325,7 @@ def test_unreadable_sources_are_listed(tmp_path, processor):
         "rows.jsonl": (
             "".join(json.dumps(row) + "\n" for row in rows).encode() + b'{\n{"text": "Last."}',
             "rows.jsonl#1 has neither a string in `text`",
-            "a: an earlier document has the same id and another text",
+            "a is the id of an earlier document with another text. Give each document its own id",
             "b has a title of 1001 characters; expected at most 1000",
             "line 7 is not a JSON object",
         ),
@@ -346,8 +346,8 @@ def test_sources_without_documents_are_refused(tmp_path, make_corpus, monkeypatc
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     for source, error, message in (
-        ("empty", ValueError, "Found no document that can be read in empty .empty is an empty folder"),
-        (" ", ValueError, "A source is ' '; expected"),  # not this folder
+        ("empty", ValueError, "Found no document with text in empty .empty contains no files"),
+        (" ", ValueError, "One of the sources is empty"),  # not this folder
         *((name, FileNotFoundError, "There is no file or folder") for name in ("none", "none.txt", "empty/none")),
     ):
         with pytest.raises(error, match=message):
@@ -357,12 +357,12 @@ def test_sources_without_documents_are_refused(tmp_path, make_corpus, monkeypatc
 @pytest.mark.parametrize(
     ("options", "settings", "message"),
     [
-        ({"passage_tokens": 37}, {}, "`passage_tokens` 36; .* asks for 37"),
-        ({"tokens_per_slot": 4}, {}, "`tokens_per_slot` 'segment'; .* asks for 4"),
-        ({}, {"sentences_per_segment": 2}, "`sentences_per_segment` 1; .* asks for 2"),
-        ({}, {"spacy_model": "de"}, "`spacy_model` 'en'; .* asks for 'de'"),
-        ({}, {"context_words": True}, "`context_words` False; .* asks for True"),
-        ({}, {"encoder_dtype": "bfloat16"}, "`encoder_dtype` 'float32'; .* asks for 'bfloat16'"),
+        ({"passage_tokens": 37}, {}, "`passage_tokens` 36, .* asks for 37"),
+        ({"tokens_per_slot": 4}, {}, "`tokens_per_slot` 'segment', .* asks for 4"),
+        ({}, {"sentences_per_segment": 2}, "`sentences_per_segment` 1, .* asks for 2"),
+        ({}, {"spacy_model": "de"}, "`spacy_model` 'en', .* asks for 'de'"),
+        ({}, {"context_words": True}, "`context_words` False, .* asks for True"),
+        ({}, {"encoder_dtype": "bfloat16"}, "`encoder_dtype` 'float32', .* asks for 'bfloat16'"),
     ],
 )
 def test_other_settings_are_refused(options, settings, message, corpus, base_model_dir, encoder_dir):
@@ -376,10 +376,10 @@ def test_corpus_of_another_encoder(corpus, processor, monkeypatch):
     corpus.check(processor)
     encode = processor.encoder.encode_spans
     monkeypatch.setattr(processor.encoder, "encode_spans", lambda *texts: encode(*texts).roll(1, dims=1))
-    with pytest.raises(ValueError, match="and this checkpoint has 'another/name'.*build another corpus"):
+    with pytest.raises(ValueError, match="but the checkpoint has 'another/name'.*build another corpus"):
         corpus.check(processor)
     monkeypatch.setattr(processor, "encoder_name_or_path", corpus.settings["encoder"])
-    with pytest.raises(ValueError, match="weights that differ from .* trained with an aligner"):
+    with pytest.raises(ValueError, match="an encoder of this name with other weights"):
         corpus.check(processor)
 
 
@@ -395,7 +395,9 @@ def test_further_trained_encoder_warns(corpus, processor, monkeypatch):
         return torch.nn.functional.normalize(vectors + 0.03 * vectors.roll(1, dims=1), dim=-1)
 
     monkeypatch.setattr(processor.encoder, "encode_spans", moved)
-    with pytest.warns(UserWarning, match="earlier weights of this checkpoint's encoder.* build the corpus again"):
+    with pytest.warns(
+        UserWarning, match="slightly different weights of the checkpoint's encoder.* build the corpus again"
+    ):
         corpus.check(processor)
 
 
@@ -409,7 +411,7 @@ def test_invalid_corpus_and_second_writer(corpus, make_corpus, processor, letter
     schema = corpus.table.schema.with_metadata({METADATA: b'{"format": 1}'})
     lancedb.connect(tmp_path / "old").create_table("passages", schema=schema)
     with pytest.raises(
-        ValueError, match="has format 1; this version of ArcAligner needs 2. Delete the folder, and build"
+        ValueError, match="has format 1; this version of ArcAligner needs format 2. Delete the folder, and build"
     ):
         Corpus(tmp_path / "old")
     for folder in (letters, tmp_path, tmp_path / "half", tmp_path / "odd"):
@@ -427,7 +429,7 @@ def test_full_disk_and_broken_file(corpus, letters, processor, monkeypatch):
     before = rows_of(corpus)
     full = Mock(side_effect=RuntimeError("lance error: LanceError(IO): No space left on device"))
     monkeypatch.setattr(corpus.table, "add", full)
-    with pytest.raises(OSError, match="cannot be written: .*No space left on device"):
+    with pytest.raises(OSError, match="Writing to the corpus .* failed: .*No space left on device"):
         build_corpus([str(letters)], corpus, processor)
     assert rows_of(Corpus(corpus.path)).equals(before)
     for file in (corpus.path / "passages.lance" / "data").iterdir():

@@ -22,7 +22,8 @@ def test_folder_becomes_answer(run_cli, letters, checkpoint_dir, tmp_path, model
     assert "binary.txt is not text in UTF-8" in err and "Loading weights" not in err
     info = (corpus := Corpus(folder)).info()
     num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    summary = f"{info['passages']} passages of 2 documents, {info['slots']} slots: {num_bytes:,} bytes on disk."
+    summary = f"The corpus has {info['passages']} passages of 2 documents, with {info['slots']} slots: {num_bytes:,} "
+    summary += "bytes on disk."
     assert summary in out and (info["bytes"], info["precomputed_bytes"]) == (num_bytes, 0)
     (letters / "new\nline.txt").write_text("Ada wrote it.")
     for number in range(4):
@@ -66,7 +67,7 @@ def test_strict_build_fails_last(run_cli, letters, checkpoint_dir, tmp_path):
     for command in (build, ("corpus", "add", letters, "--corpus", folder, "--strict", *aligner)):
         code, out, err = run_cli(*command)
         last = err.splitlines()[-1]
-        assert code == 1 and "Error: 1 item of the sources could not be read. The first: " in last
+        assert code == 1 and "Error: 1 of the files and rows was skipped. The first one: " in last
         assert "a.txt is not text in UTF-8" in last and "1 skipped." in out
     assert len(Corpus(folder).documents()) == 3
 
@@ -92,14 +93,14 @@ def test_user_errors_print_one_line(run_cli, letters, corpus, checkpoint_dir, tm
     for arguments, message in (
         (
             ("corpus", "build", letters, "--passage-tokens", 9, *existing),
-            "`passage_tokens` 36; the checkpoint or the command asks for 9",
+            "`passage_tokens` 36, but the checkpoint or the command asks for 9",
         ),
         (
             ("corpus", "build", letters, "--passage-words", 9, *existing),
-            "`passage_tokens` 36; the checkpoint or the command asks for 13",
+            "`passage_tokens` 36, but the checkpoint or the command asks for 13",
         ),
         (("corpus", "build", letters, "typo/", *existing), "There is no file or folder typo/. Correct the path"),
-        (("corpus", "build", empty, *new), "Found no document that can be read"),
+        (("corpus", "build", empty, *new), "Found no document with text"),
         (("corpus", "build", "no/where", *new), "reach 'no/where' on the Hub"),
         (("ask", " ", "--corpus", corpus.path, *aligner), "The question is empty"),
     ):

@@ -50,7 +50,7 @@ def test_corpus_uses_precomputed_passages(corpus, independent, monkeypatch):
     for is_ahead in (False, True):
         if is_ahead:
             assert (
-                precompute_corpus(corpus, model, reader) == "4 passages computed, 0 computed before"
+                precompute_corpus(corpus, model, reader) == "4 passages computed, 0 already computed"
                 and len(files(corpus)) == 5
             )
             monkeypatch.setattr("arcaligner.kv_cache_arcaligner.read_text", None)
@@ -82,16 +82,16 @@ def test_killed_precomputation_continues(corpus, letters, independent, monkeypat
         precompute_corpus(corpus, model, reader, stop)
     first, messages = files(corpus), []
     report = precompute_corpus(corpus, model, reader, messages.append)
-    assert report == messages[-1] == "1 passage computed, 3 computed before"
+    assert report == messages[-1] == "1 passage computed, 3 already computed"
     assert first.items() < (before := files(corpus)).items()
     (letters / "old" / "ski.md").write_text("# Zhaparov\n\nHe jumps no more.", encoding="utf-8")
     build_corpus([str(letters)], corpus, reader)
-    assert precompute_corpus(corpus, model, reader) == "1 passage computed, 3 computed before, 1 outdated file removed"
+    assert precompute_corpus(corpus, model, reader) == "1 passage computed, 3 already computed, 1 outdated file removed"
     assert len(before.items() & files(corpus).items()) == 4  # the text before the slots, and three passages
     with torch.no_grad():
         model.model.projector.out.bias.add_(1.0)
     assert (
-        precompute_corpus(corpus, model, reader) == "4 passages computed, 0 computed before, 5 outdated files removed"
+        precompute_corpus(corpus, model, reader) == "4 passages computed, 0 already computed, 5 outdated files removed"
     )
 
 
@@ -103,7 +103,7 @@ def test_commands_use_their_precision(run_cli, corpus, independent_dir, monkeypa
     monkeypatch.setattr("arcaligner.encoder_arcaligner.fastest_dtype", fastest.__getitem__)
     aligner = ("--corpus", corpus.path, "--checkpoint", independent_dir)
     code, out, err = run_cli("corpus", "precompute", *aligner, *(("--dtype", dtype) if dtype else ()))
-    assert code == 0 and out == "4 passages computed, 0 computed before\n"
+    assert code == 0 and out == "4 passages computed, 0 already computed\n"
     num_bytes = corpus.info()["slots"] * 3 * 2 * 2 * 8 * width  # layers, keys and values, heads, head_dim
     size = f"{num_bytes / 1e6:.1f} MB on disk: {corpus.info()['slots']} slots of 0.{width} KB"
     assert size in err.replace("\n", " ")

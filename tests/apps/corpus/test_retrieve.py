@@ -83,7 +83,7 @@ def test_mistakes_are_clear(corpus, processor, make_corpus):
     retriever = Retriever(corpus, processor)
     for question, top_k, message in (
         ("", 1, "The question is empty"),
-        ("Who?", 0, "`top_k` is 0; expected a whole number of passages"),
+        ("Who?", 0, "`top_k` is 0; expected the number of passages to retrieve"),
         ("Who?", "2", "`top_k` is '2'; expected"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -266,7 +266,7 @@ def test_mismatched_requests_are_refused(files, aligner, folder, monkeypatch):
         ([body[0], body[0]], "`slots` is in the wrong order"),
         (
             [[body[0][0], 1], body[1]],
-            "asks for 1 tokens of the text before the passages; expected .*, all",
+            "asks for 1 tokens of the text before the passages; expected .*, the number",
         ),
         ([body[0], [foreign(files, aligner, folder), 1]], "belong together: they differ in `aligner_weights`"),
         ([body[0], [other_prompt.paths[1].stem, 1]], "belong together: they differ in `prompt`"),
@@ -279,8 +279,8 @@ def test_mismatched_requests_are_refused(files, aligner, folder, monkeypatch):
             slots.check_slots(pairs)
     for extra, options, message in (
         ({"slot": body}, {}, "expected only `slots` and `copy`"),
-        ({"slots": body}, {"prompt_logprobs": 1}, "`prompt_logprobs` and"),
-        ({"slots": body}, {"skip_reading_prefix_cache": True}, "`skip_reading_prefix_cache` do not work"),
+        ({"slots": body}, {"prompt_logprobs": 1}, "neither `prompt_logprobs` nor"),
+        ({"slots": body}, {"skip_reading_prefix_cache": True}, "nor `skip_reading_prefix_cache`"),
         ({"copy": {"bonus": 8, "texts": [[1]], "end_ids": []}}, {}, "`copy` is malformed"),
     ):
         params = {"prompt_logprobs": None, "skip_reading_prefix_cache": None} | options
@@ -303,7 +303,7 @@ def test_lora_on_text_is_refused(processor, folder):
     model = aligner_for(processor, passage_attention="separate", lora_positions="all", dtype=torch.float32)
     apart = processor_with(processor, passage_attention="separate")
     (files,) = model.passage_cache(apart, folder=folder).prefix_files(QUESTION, [ADA])
-    with pytest.raises(ValueError, match="has a LoRA on all positions"):
+    with pytest.raises(ValueError, match="has `lora_positions` 'all'"):
         slots.check_slots(slots_request(files)["kv_transfer_params"]["slots"])
 
 
@@ -377,12 +377,12 @@ def test_preempted_requests_are_loaded_again(connect, files):
     [
         ({"prompt": lambda ids: [ids[0] + 1, *ids[1:]]}, {}, "does not begin with the text"),
         ({"prompt": lambda ids: ids[:4]}, {}, "The prompt has 4 ids"),
-        ({"cache_salt": lambda salt: None}, {}, "`cache_salt` does not belong to `slots`"),
-        ({"cache_salt": lambda salt: salt[::-1]}, {}, "`cache_salt` does not belong to `slots`"),
+        ({"cache_salt": lambda salt: None}, {}, "`cache_salt` does not match `slots`"),
+        ({"cache_salt": lambda salt: salt[::-1]}, {}, "`cache_salt` does not match `slots`"),
         ({}, {"num_hidden_layers": 5}, "layers, 2, heads, head_dim"),
         ({}, {"head_dim": 4}, "layers, 2, heads, head_dim"),
         ({}, {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, "a different base model: its `rope`"),
-        ({}, {"model_type": "cohere"}, "for several independent passages expected one of llama"),
+        ({}, {"model_type": "cohere"}, "with several independent passages, expected one of llama"),
     ],
 )
 def test_mismatched_requests_fail(connect, files, change, engine, message, caplog):

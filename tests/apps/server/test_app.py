@@ -186,9 +186,9 @@ def test_sampling_top_k_finds_nothing(client, engine, monkeypatch):
     for settings in ({"top_k": 0}, {"top_k": -1}, {"top_k": 1, "temperature": 0.7}, {"top_k": 40, "num_passages": 1}):
         ask_server(client, **settings)
     assert [(request.top_k, request.temperature) for request in requests] == [(5, 0), (5, 0), (5, 0), (1, 0)]
-    with pytest.warns(FutureWarning, match="Pass `num_passages`"):
+    with pytest.warns(FutureWarning, match="pass `num_passages`"):
         answer = ask_server(client, top_k=2)
-    assert requests[-1].top_k == 2 and "Pass `num_passages`" in report_of(answer)["notes"][0]
+    assert requests[-1].top_k == 2 and "pass `num_passages`" in report_of(answer)["notes"][0]
     assert report_of(ask_server(client, top_k=40))["notes"] and requests[-1].top_k == 5
     assert report_of(ask_server(client, num_passages=2))["notes"] == []
 
@@ -252,26 +252,32 @@ def test_documents_of_libraries(client):
         ({"documents": [{"title": "T" * 1001, "text": "a"}]}, "documents.0.title: String should have at most 1000"),
         (
             {"response_format": {"type": "json_object"}},
-            '`response_format` is not supported with this value. Leave it out, or pass {"',
+            '`response_format` is {"type": "json_object"}, which is not supported. Leave out',
         ),
         ({"numpassages": 3}, "Unknown key `numpassages` in the request. Did you mean `num_passages`?"),
-        ({"tools": [{"type": "function"}]}, "Tools are not supported. Leave out `tools`, or pass it together with"),
-        ({"tool_choice": "required"}, '`tool_choice` is not supported with this value. Leave it out, or pass "none".'),
-        ({"logit_bias": {"5": 1}}, "`logit_bias` is not supported with this value. Leave it out, or pass {}."),
+        ({"tools": [{"type": "function"}]}, "Tools are not supported. Leave out `tools`, or also pass"),
+        (
+            {"tool_choice": "required"},
+            '`tool_choice` is "required", which is not supported. Leave out `tool_choice`, or pass "none".',
+        ),
+        (
+            {"logit_bias": {"5": 1}},
+            '`logit_bias` is {"5": 1}, which is not supported. Leave out `logit_bias`, or pass {}.',
+        ),
         (
             {"repetition_penalty": 1.1},
-            "`repetition_penalty` is not supported with this value. Leave it out, or pass 1.",
+            "`repetition_penalty` is 1.1, which is not supported. Leave out `repetition_penalty`, or pass 1.",
         ),
         (
             {"typical_p": 0.1, "temperature": 1},
-            "`typical_p` is not supported with this value. Leave it out, or pass 1.",
+            "`typical_p` is 0.1, which is not supported. Leave out `typical_p`, or pass 1.",
         ),
-        ({"moderation": {"model": "m"}}, "`moderation` is not supported with this value. Leave it out."),
+        ({"moderation": {"model": 90 * "m"}}, f'`moderation` is {{"model": "{69 * "m"}..., which is not supported.'),
         (
             {"messages": [{"role": "user", "content": "Who?", "images": ["x"]}]},
-            "A message with `images` is not supported",
+            "A message has the field `images`, which is not supported",
         ),
-        ({"messages": [{"role": "tool", "content": "It."}]}, "messages.0: a tool's result comes before any message of"),
+        ({"messages": [{"role": "tool", "content": "It."}]}, "`messages.0` is the result of a tool"),
         ({"messages": [{"role": "assistant", "content": None}]}, "messages.0.content: Field required"),
         ({"messages": [{"role": "user", "content": "Who?"}] * 1001}, "messages: List should have at most 1000"),
         ({"stop": ["a"] * 17}, "stop: List should have at most 16"),
@@ -301,7 +307,7 @@ def test_non_requests_are_refused(url, client, monkeypatch):
         assert httpx.post(post, content=b"{", headers=wrong).status_code == 401
     form = AUTHORIZED | {"Content-Type": "text/plain"}  # what another page may send
     assert httpx.post(post, content=b"{}", headers=form).status_code == 415
-    with pytest.raises(openai.NotFoundError, match="There is no model 'gpt'; expected 'tiny'"):
+    with pytest.raises(openai.NotFoundError, match="This server has no model 'gpt'; expected the model 'tiny'"):
         client.chat.completions.create(model="gpt", messages=[{"role": "user", "content": "?"}])
     for path, status in (("/none", 404), ("/v1/chat/completions", 405)):
         refused = httpx.get(url + path)
@@ -345,7 +351,9 @@ def test_key_in_any_form(engine):
 def test_model_by_its_name(url, client):
     """The server answers `models.retrieve`, `HEAD` without a body on each path, and has an OpenAPI description."""
     assert client.models.retrieve("tiny") == client.models.list().data[0]
-    with pytest.raises(openai.NotFoundError, match="There is no model 'user/gpt'; expected 'tiny'") as caught:
+    with pytest.raises(
+        openai.NotFoundError, match="This server has no model 'user/gpt'; expected the model 'tiny'"
+    ) as caught:
         client.models.retrieve("user/gpt")
     assert caught.value.code == "model_not_found"
     for path in ("/", "/health", "/about", "/metrics", "/v1/models", "/v1/models/tiny"):
@@ -371,7 +379,10 @@ def test_unexpected_error_stays_private(caplog):
     response = refuse(None, RuntimeError("a secret"))
     error = json.loads(response.body)["error"]
     assert (response.status_code, error["type"]) == (500, "server_error")
-    assert error["message"] == "The server failed on this request (RuntimeError). Its log has the details."
+    assert (
+        error["message"]
+        == "This request caused an error in the server (RuntimeError). The server's log has the details."
+    )
     assert "a secret" in caplog.text
 
 

@@ -277,6 +277,13 @@ def test_vanished_corpus_fails_its_questions(tmp_path, engine_of, processor):
     assert answer(engine).statistics["slots"] == 1
 
 
+def test_short_limit_warms_up(engine_of):
+    """An engine whose answers may have one token only can be warmed up."""
+    engine = engine_of(limits=Limits(max_new_tokens=1))
+    engine.warm_up()
+    assert answer(engine, max_new_tokens=1).completion_tokens == 1
+
+
 def test_scored_slots_are_limited(engine_of, independent, processor, monkeypatch):
     """A request with more slots than may be scored is refused before any passage is encoded."""
     documents = ["Ada wrote it.", "Bob did not.", "Carol read it."]  # three slots
@@ -434,7 +441,7 @@ REFUSED = {"cache_implementation": "static", "encoder_repetition_penalty": 1.2, 
 def test_generation_setting_is_refused(engine_of, ask, monkeypatch, name):
     """A generation setting that does not work in a batch that others join is refused by name."""
     monkeypatch.setattr(ask.model.generation_config, name, REFUSED[name])
-    with pytest.raises(ValueError, match=f"`generation_config.{name}` is {REFUSED[name]!r}"):
+    with pytest.raises(ValueError, match=f"`{name}` in generation_config.json is {REFUSED[name]!r}"):
         engine_of()
 
 

@@ -42,10 +42,10 @@ def test_file_becomes_titled_passages(drop, monkeypatch):
         (400, "a.pdf contains no text; its pages may be", {"name": "a.pdf", "data": pdf("50 50 100 100 re f")}),
         (400, "a.txt is not text in UTF-8 or in any other known encoding", {"name": "x/a.txt", "data": b"\0\1\2"}),
         (400, "file contains no text.", {"name": "", "data": b""}),
-        (413, f"longer than {app.MAX_FILE_BYTES} bytes", {"data": b"x" * (app.MAX_FILE_BYTES + 1)}),
+        (413, f"longer than the limit of {app.MAX_FILE_BYTES} bytes", {"data": b"x" * (app.MAX_FILE_BYTES + 1)}),
         (401, "The API key is missing or wrong", {"key": "another"}),
         # The content type of a form on another page.
-        (415, "`Content-Type: text/plain`; expected `application/octet-stream`", {"kind": "text/plain"}),
+        (415, "`Content-Type: text/plain`; expected `Content-Type: application/octet-stream`", {"kind": "text/plain"}),
     ],
     ids=["no text", "binary", "nothing", "large", "key", "form"],
 )

@@ -106,8 +106,8 @@ def test_abstentions_skip_vllm(front, vllm):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"reads_files": False}, "does not read precomputed passages, so it would answer without them"),
-        ({"logprob_difference": 1.0}, "that differ by 1.00 from those"),
+        ({"reads_files": False}, "would ignore precomputed passages"),
+        ({"logprob_difference": 1.0}, "differ by 1.00 from those"),
     ],
 )
 def test_differing_vllm_is_refused(front, vllm, change, message):
@@ -186,9 +186,7 @@ def test_lora_on_text_is_refused(processor, vllm, tmp_path):
     """An aligner whose LoRA applies to text is refused: vLLM reads text with the base model alone."""
     model = aligner_for(processor, passage_attention="separate", lora_positions="all")
     independent = processor_with(processor, passage_attention="separate")
-    with pytest.raises(
-        ValueError, match="has `lora_positions` 'all'; .* because vLLM processes text with the base model alone"
-    ):
+    with pytest.raises(ValueError, match="has `lora_positions` 'all'; .* because vLLM processes text without the LoRA"):
         VllmEngine(pipeline_of(model.eval(), independent), vllm=VllmServer(vllm.url), folder=tmp_path)
 
 
@@ -202,7 +200,7 @@ def test_vllm_ends_within_answer(front, vllm):
     lines = [line for line in client.post("/v1/chat/completions", json=body).text.splitlines() if line]
     assert json.loads(lines[-1].removeprefix("data: "))["error"]["type"] == "server_error"
     vllm.dies, vllm.reads_files = False, False  # another vLLM has taken its place
-    with pytest.raises(ValueError, match="does not read precomputed passages"):
+    with pytest.raises(ValueError, match="would ignore precomputed passages"):
         ask(front, ADA)
     vllm.reads_files = True
     assert ask(front, ADA)[0].text
@@ -213,7 +211,7 @@ def test_long_prompts_are_refused(front, vllm):
     vllm.max_model_len = 45
     front.warm_up()
     for documents in ([RADIK] * 4, [RADIK * 3]):
-        with pytest.raises(ValueError, match=r"The prompt has \d+ positions.*expected at most 44"):
+        with pytest.raises(ValueError, match=r"The prompt takes \d+ positions.*expected at most 44"):
             ask(front, *documents, max_passages=8, tokens_per_slot=2)
 
 
@@ -303,10 +301,10 @@ def test_options_of_the_command_line(run_cli, checkpoint_dir, monkeypatch):
     for options, message in (
         (("--vllm-url", "http://x"), "work with `--engine vllm`"),
         (("--engine", "vllm"), "vLLM is not installed. Run `make vllm`"),
-        (("--engine", "vllm", "--vllm-url", "http://x"), "`--passages FOLDER`"),
+        (("--engine", "vllm", "--vllm-url", "http://x"), "Pass this folder with `--passages`"),
         (
             ("--engine", "vllm", "--vllm-url", "http://x", "--vllm-options", "-x"),
-            "apply to a vLLM that this command starts",
+            "are for a vLLM that this command starts",
         ),
     ):
         code, _, output = run_cli(*serve, *options)
