@@ -41,7 +41,7 @@ from .batches import padded
 from .examples import choose_template, missing_part, open_corpus
 from .prompts import IndependentText, passages_text, text_prompt
 from .recipe import TextTrainingConfig, run_script, with_help
-from .run import claim_folder, last_checkpoint
+from .run import claim_folder, last_checkpoint, preparation
 
 logger = logging.getLogger(__name__)
 
@@ -293,14 +293,17 @@ def train(recipe: CocomArguments, args: TextTrainingConfig, settings: str) -> No
         tokenizer = AutoTokenizer.from_pretrained(model_path)
         if args.chat_template_path is not None:
             tokenizer.chat_template = Path(args.chat_template_path).read_text(encoding="utf-8")
+        with preparation():
+            train_dataset = build_dataset(recipe, tokenizer, args.seed)
         set_seed(args.seed)
         kernel = {"dtype": recipe.dtype, "attn_implementation": recipe.attn_implementation}
-        model = start_model(recipe, AutoModelForCausalLM.from_pretrained(model_path, **kernel))
+        with preparation():
+            model = start_model(recipe, AutoModelForCausalLM.from_pretrained(model_path, **kernel))
         args.remove_unused_columns = False
         trainer = Trainer(
             model,
             args=args,
-            train_dataset=build_dataset(recipe, tokenizer, args.seed),
+            train_dataset=train_dataset,
             data_collator=CocomCollator(tokenizer.pad_token_id or 0, recipe.tokens_per_slot),
         )
         trainer.train(resume_from_checkpoint=last_checkpoint(args.output_dir))

@@ -34,7 +34,7 @@ from .distractors import NearestPassages
 from .examples import missing_part, open_corpus
 from .prompts import IndependentText, full_text, question_prompt, text_prompt
 from .recipe import TextTrainingConfig, run_script, with_help
-from .run import claim_folder, last_checkpoint
+from .run import claim_folder, last_checkpoint, preparation
 
 logger = logging.getLogger(__name__)
 
@@ -190,15 +190,16 @@ def train(recipe: FullTextArguments, args: TextTrainingConfig, settings: str) ->
         tokenizer = AutoTokenizer.from_pretrained(model_path)
         if args.chat_template_path is not None:
             tokenizer.chat_template = Path(args.chat_template_path).read_text(encoding="utf-8")
-        args.max_length = None  # `build_dataset` leaves rows out that are too long; TRL would cut their answers off
         collator = None  # the one of TRL
         if recipe.passage_attention == "separate":
             collator, args.remove_unused_columns = IndependentCollator(tokenizer.pad_token_id or 0), False
+        with preparation():
+            train_dataset = build_dataset(recipe, tokenizer, args.seed)
         set_seed(args.seed)
         trainer = SFTTrainer(
             AutoModelForCausalLM.from_pretrained(model_path, dtype="float32"),
             args=args,
-            train_dataset=build_dataset(recipe, tokenizer, args.seed),
+            train_dataset=train_dataset,
             processing_class=tokenizer,
             data_collator=collator,
             peft_config=LoraConfig(

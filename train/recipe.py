@@ -1,13 +1,12 @@
 """The keys of a recipe (stage, model and data, then TRL's training arguments), and the parser of recipes."""
 
-import contextlib
 import dataclasses
 import inspect
 import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +23,7 @@ from ..loading_arcaligner import resolve_model
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import check_tokens_per_slot
 from .distractors import MAX_DISTRACTORS
-from .run import run_settings
+from .run import PreparationError, check_resume, run_settings
 
 logger = logging.getLogger(__name__)
 
@@ -330,6 +329,16 @@ class TextTrainingConfig(SFTConfig):
     name."""
 
     gradient_checkpointing: bool | None = None
+    max_length: int | None = None  # TRL would cut answers off
+
+    def __post_init__(self):
+        if self.max_length or self.packing:
+            key = "max_length" if self.max_length else "packing"
+            raise ValueError(
+                f"`{key}` is {getattr(self, key)}, but this script neither truncates nor packs examples. Leave `{key}` "
+                "out. To leave out examples that are too long, set `max_tokens`."
+            )
+        super().__post_init__()
 
 
 @with_help
@@ -478,23 +487,10 @@ def parse_recipe(script: str, kinds: tuple[type, type], arguments: list[str]) ->
             f"`eval_strategy` is {args.eval_strategy.value!r}, but the recipe has no `eval_files`. Add some, or set "
             '`eval_strategy` to "no".'
         )
+    check_resume(args.resume_from_checkpoint, args.output_dir, is_stage=isinstance(recipe, RecipeArguments))
     if args.chat_template_path is not None:
         args.chat_template_path = str(find_path(args.chat_template_path))
     return recipe, args, run_settings(script, arguments)
-
-
-class PreparationError(ValueError):
-    """The start or the data of a recipe cannot be used."""
-
-
-@contextlib.contextmanager
-def preparation() -> Iterator[None]:
-    """Context in which errors about the start or the data become a [`PreparationError`], which `run_script` reports in
-    one line."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        raise PreparationError(str(error)) from error
 
 
 def run_script(script: str, kinds: tuple[type, type], main: Callable) -> None:

@@ -52,11 +52,10 @@ from .recipe import (
     AlignerTrainingConfig,
     RecipeArguments,
     check_start,
-    preparation,
     resolve_dtype,
     run_script,
 )
-from .run import SCRIPT, claim_folder, last_checkpoint, last_checkpoints, mean_of_checkpoints
+from .run import SCRIPT, claim_folder, last_checkpoint, last_checkpoints, mean_of_checkpoints, preparation
 
 logger = logging.getLogger(__name__)
 
@@ -656,8 +655,8 @@ def train(recipe: RecipeArguments, args: AlignerTrainingConfig, settings: str) -
     are saved in it."""
     with claim_folder(args.output_dir, settings, is_main=args.process_index == 0):
         checkpoint = last_checkpoint(args.output_dir)
-        dtype = resolve_dtype(recipe.dtype, args.device, checkpoint)
         with preparation():
+            dtype = resolve_dtype(recipe.dtype, args.device, checkpoint)
             processor = load_processor(recipe, args.chat_template_path)
             if checkpoint is not None and recipe.encoder_lora_r:
                 processor.load_trained_encoder(checkpoint)

@@ -106,6 +106,18 @@ def test_interrupted_run_continues(tmp_path, base_model_dir, whole_run, caplog):
     assert yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())["max_train_samples"] == 8
     with pytest.raises(ValueError, match="`lora_r` was None and is now 4"):
         run([*options, "--lora_r", "4"])
+    with pytest.raises(
+        ValueError, match="is 'checkpoint-1', but .*checkpoint-2.*again from the base model, choose a new"
+    ):
+        run([*options, "--resume_from_checkpoint", "checkpoint-1"])
+
+
+@pytest.mark.parametrize("key, value", [("max_length", "64"), ("packing", "True")])
+def test_keys_of_trl_are_refused(tmp_path, base_model_dir, key, value):
+    """Keys that would truncate or pack examples are refused, not ignored."""
+    options = arguments(tmp_path, base_model_dir, tmp_path / "run")
+    with pytest.raises(ValueError, match=f"`{key}` is {value}, but this script .*`max_tokens`"):
+        run([*options, f"--{key}", value])
 
 
 def test_shipped_recipes_match_stage_two():

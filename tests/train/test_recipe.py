@@ -22,11 +22,11 @@ from arcaligner.train.recipe import (
     check_devices,
     check_start,
     parse_recipe,
-    preparation,
     resolve_dtype,
     run_script,
     with_help,
 )
+from arcaligner.train.run import claim_folder, preparation
 from arcaligner.train.sft import load_processor
 from arcaligner.train.stages import RECIPES, SCRIPT
 
@@ -308,7 +308,7 @@ def test_missing_data_fails_early(tmp_path, monkeypatch, capsys):
 
 
 def test_bad_data_print_one_line(tmp_path, monkeypatch, capsys):
-    """Bad data give one line before training begins; an error in training shows where it was raised."""
+    """Bad data and folders give one line before training; an error in training shows where it was raised."""
     path, rows = tmp_path / "recipe.yaml", tmp_path / "mine.jsonl"
     keys = yaml.safe_load((RECIPES / "tiny" / "2_grounding.yaml").read_text())
     path.write_text(yaml.safe_dump(keys | {"train_files": {str(rows): 1.0}, "eval_files": {str(rows): 1.0}}))
@@ -322,6 +322,16 @@ def test_bad_data_print_one_line(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         run_script(SCRIPT, sft.KINDS, fail)
     assert capsys.readouterr().err.splitlines()[-1] == "Error: mine.jsonl, line 5: no."
+
+    def claim(*parsed):
+        folder = tmp_path / "run"
+        (folder / "checkpoint-2").mkdir(parents=True)
+        with claim_folder(str(folder), parsed[-1], is_main=True):
+            pytest.fail("training began")
+
+    with pytest.raises(SystemExit):
+        run_script(SCRIPT, sft.KINDS, claim)
+    assert "but no recipe.yaml" in capsys.readouterr().err.splitlines()[-1]
 
     def diverge(*parsed):
         raise ValueError("The loss is not finite.")
