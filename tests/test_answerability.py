@@ -302,7 +302,7 @@ def another_head(tensors):
 @pytest.mark.parametrize(
     "change, settings, message",
     [
-        (without_head, {}, "is incomplete: 1 of .* aligner weights .* missing .first: `answerability_head.weight`"),
+        (without_head, {}, "lacks 1 of the .* aligner weights .* first `answerability_head.weight`"),
         (narrow_head, {}, "`answerability_head.weight` has shape"),
         (another_head, {}, "do not match their digest"),
         (

@@ -347,7 +347,7 @@ def another_head(tensors):
 @pytest.mark.parametrize(
     "change, settings, message",
     [
-        (without_head, {}, "is incomplete: 1 of .* aligner weights .* missing .first: `multihop_head.weight`"),
+        (without_head, {}, "lacks 1 of the .* aligner weights .* first `multihop_head.weight`"),
         (another_head, {}, "do not match their digest"),
         (dict, {"use_multihop_head": False}, "3 aligner weights that do not fit its settings.* `use_multihop_head`"),
         (dict, {"use_multihop_head": 1}, "'use_multihop_head' expected bool, got int .value: 1"),

@@ -224,7 +224,7 @@ def test_late_gates_warn(model, processor, caplog):
     answer = model.generate(**inputs, **FIVE_TOKENS, gate_mode="off", max_refinement_steps=0)
     assert torch.equal(answer, plain)
     (message,) = caplog.messages
-    assert message.startswith("`gate_mode`, `max_refinement_steps` of `generate` cannot change slots")
+    assert message.startswith("`generate` ignores `gate_mode`, `max_refinement_steps`, because the slots are")
     fresh = processor(text="Who?", documents=ADA, return_tensors="pt")
     model.generate(**fresh, **FIVE_TOKENS, gate_mode="always")
     assert caplog.messages == [message]
@@ -388,5 +388,5 @@ def test_misfit_file_is_refused(saved):
     for change in ({"num_hidden_layers": 2}, {"num_key_value_heads": 1}, {"head_dim": 16}):
         with pytest.raises(ValueError, match="Load the file with the backbone that it was made for"):
             load_keys_values(saved, FINGERPRINT, backbone_config(**change))
-    with pytest.raises(ValueError, match="has 8 positions but the backbone llama supports at most 7"):
+    with pytest.raises(ValueError, match="has 8 positions, but the backbone `llama` supports at most 7"):
         load_keys_values(saved, FINGERPRINT, backbone_config(max_position_embeddings=7))

@@ -49,7 +49,7 @@ class FullTextArguments:
         model_name_or_path (`str`): The base model.
         train_file (`str`): Rows with questions, passages and answers; a source as in `common/rows.py`.
         max_train_samples (`int`): Number of shuffled rows to train on.
-        data_dir (`str`): Folder of a data file with a relative path.
+        data_dir (`str`): Folder that a relative path of the data file refers to.
         max_tokens (`int`): Longer examples are left out.
         lora_r (`int`), lora_alpha (`int`): Rank and scale of the LoRA on all linear layers.
         passage_attention (`str`): With `"separate"`, the passages of a prompt do not attend to each other.
@@ -74,7 +74,7 @@ class FullTextArguments:
             raise ValueError(f"`writes` is {self.writes!r}; expected one of {', '.join(WRITES)}.")
         if self.writes == "question" and self.passage_attention == "separate":
             raise ValueError(
-                "`writes: question` uses one passage, so `passage_attention: separate` changes nothing. Leave "
+                "`passage_attention: separate` has no effect with `writes: question`, which uses one passage. Leave "
                 "`passage_attention` out."
             )
         if self.passage_attention not in PASSAGE_ATTENTIONS:
@@ -82,7 +82,7 @@ class FullTextArguments:
                 f"`passage_attention` is {self.passage_attention!r}; expected one of {', '.join(PASSAGE_ATTENTIONS)}."
             )
         if not 0.0 <= self.distractors <= 1.0:
-            raise ValueError(f"`distractors` is {self.distractors}; expected a share of the rows from 0 to 1.")
+            raise ValueError(f"`distractors` is {self.distractors}; expected a share of the rows, from 0 to 1.")
 
     @property
     def sources(self) -> list[str]:
@@ -138,8 +138,8 @@ def tokenize(row: Row, tokenizer, is_separate: bool = False, writes: str = "answ
     conversation = tokenizer.apply_chat_template(messages, tokenize=False)
     if not conversation.startswith(prompt):
         raise ValueError(
-            f"Row {row['id']}: the conversation {conversation!r} does not begin with its prompt {prompt!r}, so the "
-            "answer cannot be separated from the prompt. Choose another `chat_template_path`."
+            f"The chat template writes the prompt of row {row['id']} differently if an answer follows, so the answer "
+            "cannot be separated from the prompt. Choose another `chat_template_path`."
         )
 
     def ids_of(text: str) -> list[int]:
@@ -184,7 +184,7 @@ def train(recipe: FullTextArguments, args: TextTrainingConfig, settings: str) ->
     `run_settings`."""
     with claim_folder(args.output_dir, settings, is_main=args.process_index == 0):
         if Path(args.output_dir, CONFIG_NAME).exists():
-            logger.info("%s is a finished run; delete the folder to train it again", args.output_dir)
+            logger.info("the run in %s is finished; delete this folder to train again", args.output_dir)
             return
         model_path = resolve_model(recipe.model_name_or_path)
         tokenizer = AutoTokenizer.from_pretrained(model_path)

@@ -46,8 +46,12 @@ STARTS = {
 FROM_PROCESSOR = {"encoder_name_or_path", "encoder_hidden_size", "context_token", "context_token_id"}
 # Settings of a processor that other keys of the recipe set.
 _FROM_RECIPE = {
-    *("tokens_per_slot", "trained_tokens_per_slot", "context_words", "trained_encoder", "chat_template"),
-    "passage_attention",
+    "tokens_per_slot": "`tokens_per_slot` of the recipe",
+    "trained_tokens_per_slot": "`tokens_per_slot` of the recipe",
+    "context_words": "`word_parts` in `aligner`",
+    "trained_encoder": "`encoder_lora_r` of the recipe",
+    "chat_template": "`chat_template_path` of the recipe",
+    "passage_attention": "`passage_attention` in `aligner`",
 }
 # In the `Args` of a docstring: the names of an entry, each with its type in brackets, and its text.
 _ARGUMENT = re.compile(r"^ {4}(\w[^:\n]*): ((?:.|\n {8})*)", re.MULTILINE)
@@ -80,12 +84,12 @@ class RecipeArguments:
     data files are relative to `data_dir`.
 
     Args:
-        stage (`str`): `"reconstruction"`, `"grounding"` or `"gating"`. It decides the data, the prompt and what is
-            trained.
+        stage (`str`): `"reconstruction"`, `"grounding"` or `"gating"`. It decides the data, the prompt and which parts
+            are trained.
         model_name_or_path (`str`): A base model for the first stage, the previous stage's `output_dir` for the others.
         train_files (`dict[str, float]`): Sources and their weights in the mixture. A source is a JSON Lines or Parquet
             file or a data set of the Hub; see `common/rows.py`.
-        data_dir (`str`): Folder of data files with a relative path.
+        data_dir (`str`): Folder that relative paths of data files refer to.
         dtype (`str`): The dtype of the frozen backbone; the aligner is always float32. `"auto"` takes the faster of
             float32 and bfloat16.
         aligner (`dict`): Fields of `ArcAlignerConfig` to set, such as `lora_r`.
@@ -102,7 +106,7 @@ class RecipeArguments:
         continues (`bool`): Whether reconstruction examples have a second turn, which continues with the next segment.
         max_tokens (`int`, *optional*): Longer examples are left out, as are those beyond the context of the base model.
             Questions that share their passages become several examples rather than one that is too long.
-        passage_words (`int`): Words of a passage that the texts of a corpus are cut into.
+        passage_words (`int`): Number of words of the passages into which texts of a corpus are cut.
         distractors (`float`): Share of question examples that get 1 to `max_distractors` of the passages nearest to
             their questions (BM25) without the answer, mixed with their passages in random order. With `max_questions`
             above 1, a question about each of these distractors is added.
@@ -125,8 +129,8 @@ class RecipeArguments:
             to them: fewer and shorter rows. For independent passages (`passage_attention: separate`) and one process.
         attention_loss_weight (`float`): With `passages_first`, the weight of the attention loss; see
             `train/passages_first.py`.
-        attention_loss_layers (`list[int]`): Layers that the attention loss applies to.
-        examples_cache_dir (`str`): Folder that caches tokenized examples, for all stages.
+        attention_loss_layers (`list[int]`): Layers to which the attention loss applies.
+        examples_cache_dir (`str`): Folder of cached tokenized examples, which all stages share.
     """
 
     stage: Literal["reconstruction", "grounding", "gating"]
@@ -170,31 +174,33 @@ class RecipeArguments:
         refuse_unknown("`aligner`", self.aligner, [f.name for f in dataclasses.fields(ArcAlignerConfig)])
         refuse_unknown("`processor`", self.processor, inspect.signature(ArcAlignerProcessor).parameters)
         for key in self.aligner.keys() & FROM_PROCESSOR:
-            raise ValueError(f"`{key}` is in `aligner`, but it belongs in `processor`. Set it there.")
-        for key in self.processor.keys() & _FROM_RECIPE:
+            raise ValueError(f"`{key}` is in `aligner`, but belongs in `processor`. Move it there.")
+        for key in self.processor.keys() & _FROM_RECIPE.keys():
             raise ValueError(
-                f"`{key}` is in `processor`, but it follows from another key of the recipe: `tokens_per_slot`, "
-                "`chat_template_path`, or `word_parts` or `passage_attention` in `aligner`. Set that key instead."
+                f"`{key}` is in `processor`, but follows from another key. Set {_FROM_RECIPE[key]} instead."
             )
         if self.has_turns and self.attn_implementation not in _MASKED_ATTENTION:
             raise ValueError(
-                f"`attn_implementation` is {self.attn_implementation!r}, which does not support packed questions. "
-                "Set it to `eager` or `sdpa`, or leave `continues` and `max_questions` out."
+                f"`attn_implementation` is {self.attn_implementation!r}, but packed questions (`max_questions`) and "
+                "`continues` need 'eager' or 'sdpa'. Set it to one of these, or leave these keys out."
             )
         for key in ("max_questions", "max_segments", "passage_words"):
             if getattr(self, key) < 1:
-                raise ValueError(f"`{key}` is {getattr(self, key)}; expected at least 1.")
+                raise ValueError(f"`{key}` is {getattr(self, key)}; expected a number of at least 1.")
         if not 0.0 <= self.distractors <= 1.0:
             raise ValueError(f"`distractors` is {self.distractors}; expected a share of the examples, from 0 to 1.")
         if not 1 <= self.max_distractors <= MAX_DISTRACTORS:
-            raise ValueError(f"`max_distractors` is {self.max_distractors}; expected 1 to {MAX_DISTRACTORS}.")
+            raise ValueError(
+                f"`max_distractors` is {self.max_distractors}; expected a number from 1 to {MAX_DISTRACTORS}."
+            )
         for key in ("validation_share", "reconstruction_share"):
             if not 0.0 <= getattr(self, key) < 1.0:
                 raise ValueError(f"`{key}` is {getattr(self, key)}; expected a share of at least 0 and less than 1.")
         self._check_passages_first()
         if self.distractors and not self.asks_questions:
             raise ValueError(
-                f"`distractors` applies to questions, and stage `{self.stage}` asks none. Leave the key out."
+                f"`distractors` is {self.distractors}, but stage `{self.stage}` has no questions to find distractors "
+                "for. Leave `distractors` out."
             )
         if self.reconstruction_share and not self.reconstruction_files:
             raise ValueError(
@@ -205,8 +211,8 @@ class RecipeArguments:
     def _check_passages_first(self) -> None:
         if self.passages_first and num_processes() > 1:
             raise ValueError(
-                f"{num_processes()} processes were started, but `passages_first` trains in one process only. Start "
-                "one, or leave `passages_first` out."
+                f"{num_processes()} processes were started, but `passages_first` trains in one process only. Start one "
+                "process, or leave `passages_first` out."
             )
         if not self.attention_loss_weight:
             return
@@ -217,8 +223,8 @@ class RecipeArguments:
             )
         if not self.attention_loss_layers:
             raise ValueError(
-                "`attention_loss_weight` needs `attention_loss_layers`, which is empty. Set it to layers, such as "
-                "[20, 21]."
+                "`attention_loss_weight` needs `attention_loss_layers`, which is empty. Set `attention_loss_layers` to "
+                "layers, such as [20, 21]."
             )
         if self.compile_layers and self.attn_implementation != "eager":
             raise ValueError(
@@ -277,12 +283,12 @@ def accumulation_steps(global_batch_size: int, per_device: int, processes: int) 
     sizes = [size for size in range(1, global_batch_size + 1) if global_batch_size % (size * processes) == 0]
     at_most = global_batch_size // per_device if per_device > 0 else 0
     numbers = [number for number in range(1, at_most + 1) if global_batch_size % (per_device * number) == 0]
-    remedies = [f"among {processes} processes with a size of {_listed(sizes)}"] if sizes else []
-    remedies += [f"among {_listed(numbers)} processes with a size of {per_device}"] if numbers else []
+    remedies = [f"`per_device_train_batch_size` to {_listed(sizes)}"] if sizes else []
+    remedies += [f"the number of processes to {_listed(numbers)}"] if numbers else []
     raise ValueError(
-        f"`global_batch_size` {global_batch_size} cannot be divided among {processes} processes with a "
-        f"`per_device_train_batch_size` of {per_device}. It can be divided "
-        f"{', or '.join(remedies) or 'in no other way: change it'}."
+        f"`global_batch_size` is {global_batch_size}; expected a multiple of {per_device * processes}, which is "
+        f"`per_device_train_batch_size` ({per_device}) times the number of processes ({processes}). Change "
+        f"{', or '.join([*remedies, '`global_batch_size`'])}."
     )
 
 
@@ -300,8 +306,8 @@ def check_devices(needs_bfloat16: bool) -> None:
     count, local = torch.accelerator.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if count > 1 and "WORLD_SIZE" not in os.environ:
         raise ValueError(
-            f"This machine has {count} GPUs, but only one process would train. Train on all of them with "
-            "`--accelerate ddp` or on one with `CUDA_VISIBLE_DEVICES=0` before the command."
+            f"This machine has {count} GPUs, but only one process would train. Train on all of them with `arcaligner "
+            "train --accelerate ddp`, or on one with `CUDA_VISIBLE_DEVICES=0` before the command."
         )
     if 0 < count < local:
         raise ValueError(
@@ -367,8 +373,8 @@ class AlignerTrainingConfig(SFTConfig):
         average_checkpoints (`int`): The stage ends with the mean of the weights of this many last checkpoints (latest
             weight averaging, https://huggingface.co/papers/2209.14981). After a constant learning rate this replaces a
             decay, and training can continue. With 0 it ends with the weights of the last step.
-        eval_slot_gap (`bool`): Also evaluate with the slots of other rows. The log has the difference of the losses as
-            `eval_slot_gap`.
+        eval_slot_gap (`bool`): Whether to evaluate with the slots of other examples as well. The difference of the two
+            losses is logged as `eval_slot_gap`.
     """
 
     max_length: int | None = None
@@ -400,9 +406,9 @@ class AlignerTrainingConfig(SFTConfig):
                 self.global_batch_size, self.per_device_train_batch_size, processes
             )
             logger.info(
-                "%d examples per optimizer step: batches of %d, accumulated %d times in each of %d processes",
-                *(self.global_batch_size, self.per_device_train_batch_size, self.gradient_accumulation_steps),
-                processes,
+                "examples per optimizer step: %d (processes: %d, accumulated batches: %d, examples of a batch: %d)",
+                *(self.global_batch_size, processes, self.gradient_accumulation_steps),
+                self.per_device_train_batch_size,
             )
         self._check_batch_tokens()
         self.dataset_kwargs = {"skip_prepare_dataset": True} | (self.dataset_kwargs or {})
@@ -415,20 +421,20 @@ class AlignerTrainingConfig(SFTConfig):
         wrong = [f"`{name}={value}`" for name, value in refused.items() if value]
         if wrong:
             raise ValueError(
-                f"{', '.join(wrong)} would separate slots from their embeddings. Leave these settings out. To leave "
-                "out rows that are too long, set `max_tokens`."
+                f"{' and '.join(wrong)} would separate slots from their embeddings. Leave such settings out. To "
+                "exclude examples that are too long, set `max_tokens`."
             )
         if self.eval_slot_gap and self.per_device_eval_batch_size < 2:
             raise ValueError(
-                "`eval_slot_gap` swaps slots between the rows of a batch, and `per_device_eval_batch_size` is "
-                f"{self.per_device_eval_batch_size}. Set it to 2 or more."
+                "`eval_slot_gap` swaps slots between the examples of a batch, but `per_device_eval_batch_size` is "
+                f"{self.per_device_eval_batch_size}. Set `per_device_eval_batch_size` to 2 or more."
             )
         mean, num_saved = self.average_checkpoints, self.save_total_limit
         if mean < 0 or (mean and self.save_strategy == "no") or (num_saved is not None and num_saved < mean):
             raise ValueError(
-                f"`average_checkpoints` is {mean}, `save_strategy` {str(self.save_strategy)!r} and `save_total_limit` "
-                f"{num_saved}. To average checkpoints, save them and keep at least that many. Otherwise set "
-                "`average_checkpoints` to 0."
+                f"`average_checkpoints` is {mean}, but `save_strategy` is {str(self.save_strategy)!r} and "
+                f"`save_total_limit` is {num_saved}, so there are not as many checkpoints. Save and keep as many, or "
+                "set `average_checkpoints` to 0."
             )
         super().__post_init__()
 
@@ -449,8 +455,8 @@ class AlignerTrainingConfig(SFTConfig):
             )
         if num_processes() > 1:
             raise ValueError(
-                f"{num_processes()} processes were started, but `batch_tokens` trains in one process only. Start one, "
-                "or leave `batch_tokens` out."
+                f"{num_processes()} processes were started, but `batch_tokens` trains in one process only. Start one "
+                "process, or leave `batch_tokens` out."
             )
 
 
@@ -462,13 +468,13 @@ class RecipeParser(TrlParser):
         return [field.name for kind in self.dataclass_types for field in dataclasses.fields(kind)]
 
     def set_defaults_with_config(self, **kwargs: Any) -> list[str]:
-        refuse_unknown("the recipe", kwargs, self.keys)
+        refuse_unknown("the recipe", kwargs, self.keys, "`--help` lists the known keys.")
         return super().set_defaults_with_config(**kwargs)
 
     def parse_args_into_dataclasses(self, args: list[str], **kwargs: Any) -> tuple:
         flags = [argument.split("=")[0][2:].replace("-", "_") for argument in args if argument.startswith("--")]
         flags = [flag for flag in flags if flag != "help" and flag.removeprefix("no_") not in self.keys]
-        refuse_unknown("the command line", flags, self.keys)
+        refuse_unknown("the command line", flags, self.keys, "`--help` lists the known keys.")
         return super().parse_args_into_dataclasses(args=args, **kwargs)
 
 
@@ -531,10 +537,10 @@ def check_start(recipe: RecipeArguments, processor: ArcAlignerProcessor, start: 
     start_stage = BASE_MODEL if start is None else start.training_stage
     if start_stage is not None and start_stage not in STARTS[recipe.stage]:  # a checkpoint made by hand names no stage
         kind = f"{start_stage} checkpoint" if start else start_stage
+        expected = [f"a {start}" if start == BASE_MODEL else f"a {start} checkpoint" for start in STARTS[recipe.stage]]
         raise ValueError(
-            f"Stage `{recipe.stage}` cannot start from {name}, which is a {kind}; "
-            f"expected one of {', '.join(STARTS[recipe.stage])}. Train `{STARTS[recipe.stage][0]}` first and name its "
-            "`output_dir` as `model_name_or_path`."
+            f"Stage `{recipe.stage}` cannot start from {name}, which is a {kind}; expected {' or '.join(expected)}. "
+            "Set `model_name_or_path` to such a model; an `output_dir` of a finished stage has its checkpoint."
         )
     if start is None:
         return
@@ -544,6 +550,6 @@ def check_start(recipe: RecipeArguments, processor: ArcAlignerProcessor, start: 
         wanted = (recipe.processor | recipe.aligner)[key]
         if wanted != was:
             raise ValueError(
-                f"The recipe sets `{key}` to {wanted!r}, but {name} was trained with {was!r}. Leave the key out, or "
-                "train again from stage I with it."
+                f"`{key}` is {wanted!r} in the recipe, but {name} was trained with {was!r}. Leave `{key}` out, or "
+                "train again from stage I with the new value."
             )

@@ -245,8 +245,8 @@ def last_checkpoints(output_dir: str | Path, number: int) -> list[Path]:
     folders = [folder for folder in whole if (folder / SAFE_WEIGHTS_NAME).exists()][:number]
     if not folders:
         raise ValueError(
-            f"{number} checkpoints should be averaged, but none in {output_dir} has a {SAFE_WEIGHTS_NAME}. Save some "
-            "with `save_steps`; the weights of a checkpoint must be in one file."
+            f"No checkpoint in {output_dir} has a {SAFE_WEIGHTS_NAME}, so none can be averaged. Save checkpoints with "
+            "`save_steps`, each with its weights in one file."
         )
     return folders
 
@@ -254,7 +254,7 @@ def last_checkpoints(output_dir: str | Path, number: int) -> list[Path]:
 def mean_of_checkpoints(folders: Sequence[Path], processor: ArcAlignerProcessor) -> dict[str, torch.Tensor]:
     """The mean of the aligner's weights in some checkpoints. If the encoder was trained jointly, `processor` gets the
     mean of its weights."""
-    logger.info("the aligner has the mean of the weights in %s", ", ".join(str(folder) for folder in folders))
+    logger.info("the aligner gets the mean of the weights in %s", ", ".join(str(folder) for folder in folders))
     adapter = Path(ENCODER_FOLDER, SAFETENSORS_WEIGHTS_NAME)
     if (folders[0] / adapter).exists():
         with tempfile.TemporaryDirectory() as folder:

@@ -224,8 +224,8 @@ class AlignerTrainer(SFTTrainer):
     ):
         if any(parameter.is_meta for parameter in model.parameters()):
             raise ValueError(
-                "This process loaded the model without weights, to load them later, but the weights of a new aligner "
-                "are in no file. Set `fsdp_cpu_ram_efficient_loading` to false, as in train/accelerate/fsdp2.yaml."
+                "The model has no weights in this process, because `fsdp_cpu_ram_efficient_loading` is true. Set it to "
+                "false, as in train/accelerate/fsdp2.yaml; the weights of a new aligner are in no file."
             )
         if isinstance(kwargs.get("data_collator"), PassagesFirstCollator):
             check_passages_first(model, kwargs.get("args"), attention_loss_layers)
@@ -346,7 +346,9 @@ class AlignerTrainer(SFTTrainer):
                 self.model, inputs, slots, num_items_in_batch, layers, with_logits=not self.skip_logits
             )
         except ValueError as error:
-            error.add_note(f"At step {self.state.global_step}, in the batch of the rows {inputs['row_ids']}.")
+            error.add_note(
+                f"The error occurred at step {self.state.global_step}, in the batch with the rows {inputs['row_ids']}."
+            )
             raise
         loss = outputs.loss
         if attention_loss is not None:
@@ -376,7 +378,9 @@ class AlignerTrainer(SFTTrainer):
                 **slots,
             )
         except ValueError as error:
-            error.add_note(f"At step {self.state.global_step}, in the batch of the rows {row_ids}.")
+            error.add_note(
+                f"The error occurred at step {self.state.global_step}, in the batch with the rows {row_ids}."
+            )
             raise
         # The loss is divided by the targets of all processes, and gradients are averaged over processes again.
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
@@ -462,7 +466,7 @@ class AlignerTrainer(SFTTrainer):
             self.data_collator = lambda rows: collator(swapped_slots(rows))
             try:
                 batches = self.get_eval_dataloader(dataset)
-                self.evaluation_loop(batches, "Evaluation with slots of other rows", prediction_loss_only=True)
+                self.evaluation_loop(batches, "Evaluation with the slots of other examples", prediction_loss_only=True)
             finally:
                 self.data_collator = collator
             added["slot_gap"] = self._mean_eval_loss() - loss

@@ -201,16 +201,17 @@ class Answerer:
             self._check_answerability("`min_confidence`", "`min_confidence`")
             if not isinstance(no_answer := self.processor.no_answer, str):
                 raise ValueError(
-                    f"The processor's `no_answer` is {no_answer!r}; expected a text, which `min_confidence` returns "
-                    "instead of an answer. Set it in processor_config.json, or leave out `min_confidence`."
+                    f"`no_answer` of the processor is {no_answer!r}; expected a string, which is the answer if "
+                    "answerability is below `min_confidence`. Set `no_answer` in processor_config.json, or leave out "
+                    "`min_confidence`."
                 )
 
     def _check_answerability(self, subject: str, argument: str | None = None) -> None:
         if self.model.answerability_head is None:
             leave_out = f", or leave out {argument}" if argument else ""
             raise ValueError(
-                f"{subject} needs an aligner with a fitted answerability head, but `answerability_layers` of this one "
-                f"is None. Fit the head with `python -m arcaligner.train.confidence`{leave_out}."
+                f"{subject} needs an answerability head, but this aligner has none (its `answerability_layers` is "
+                f"None). Fit one with `python -m arcaligner.train.confidence`{leave_out}."
             )
 
     def _check_can_score(self, subject: str, argument: str | None = None) -> None:
@@ -218,8 +219,8 @@ class Answerer:
         if self.processor.passage_attention != "separate":
             leave_out = f", or leave out {argument}" if argument else ""
             raise ValueError(
-                f"{subject} needs independent passages, but the `passage_attention` of this aligner is "
-                f'{self.processor.passage_attention!r}. Use an aligner with "separate"{leave_out}.'
+                f"{subject} needs an aligner with `passage_attention` 'separate', but this aligner has "
+                f"{self.processor.passage_attention!r}. Use another aligner{leave_out}."
             )
 
     # Passages
@@ -507,9 +508,10 @@ class AnsweringCall:
         extra = [name for name in EXTRA_PREFILL_OPTIONS if options.get(name) or getattr(config or default, name, None)]
         if extra:
             if self._min_confidence is not None:
+                names = " and ".join(f"`{name}`" for name in extra)
                 raise ValueError(
-                    f"`min_confidence` is {self._min_confidence}, but answerability cannot be computed with "
-                    f"{' and '.join(f'`{name}`' for name in extra)}. Leave out one or the other."
+                    f"`min_confidence` is {self._min_confidence}, but answerability cannot be computed in a call with "
+                    f"{names}. Leave out `min_confidence`, or set {names} to None."
                 )
             self._scores = False
         self._prefill = PrefillOutputs() if self._scores or self._traces else None

@@ -70,7 +70,7 @@ def test_finished_stages_are_skipped(recipe, calls, caplog):
         run_stages(read_stages(recipe))
     assert trained(calls) == [*NAMES, "3_gating"]
     assert "1_reconstruction is finished: runs/1_reconstruction" in caplog.text
-    assert "training 3_gating into runs/3_gating" in caplog.text
+    assert "training 3_gating; its folder is runs/3_gating" in caplog.text
     shutil.rmtree("runs/3_gating")
     run_stages(read_stages(recipe, overrides=["--seed", "2"], only=3))
     assert trained(calls)[4:] == ["3_gating"] and calls[-1][-2:] == ["--seed", "2"]

@@ -372,4 +372,4 @@ def test_model_error_names_rows(trainer, monkeypatch):
     monkeypatch.setattr(SentenceEncoder, "encode_inputs", broken)
     with pytest.raises(ValueError, match="NaN or values beyond") as error:
         trainer.train()
-    assert error.value.__notes__[0].startswith("At step 0, in the batch of the rows ['row-")
+    assert error.value.__notes__[0].startswith("The error occurred at step 0, in the batch with the rows ['row-")
