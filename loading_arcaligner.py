@@ -842,7 +842,7 @@ def _move_all(moves: list[tuple[Path, Path]], folder: Path, former: Path) -> Non
                 os.replace(target, path)
         except OSError:
             raise OSError(
-                f"{folder} could not be written ({error}) and is incomplete. Move its former files back from {former}."
+                f"{folder} could not be written ({error}) and is incomplete. Move the former files back from {former}."
             ) from error
         shutil.rmtree(former, ignore_errors=True)
         raise

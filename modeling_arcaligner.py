@@ -472,9 +472,8 @@ def check_adapters(backbone: nn.Module) -> None:
     adapters = [ADAPTER_NAME] if layer is None else [*layer.active_adapters, *layer.merged_adapters]
     if adapters != [ADAPTER_NAME]:
         raise ValueError(
-            f"The PEFT adapters {adapters} are active or merged; expected only {[ADAPTER_NAME]}, the LoRA of the "
-            "slots. Activate only this adapter. To train it, call `set_stage`, and pass no `peft_config` to the "
-            "trainer."
+            f"Active or merged PEFT adapters: {adapters}; expected only {ADAPTER_NAME!r}, the LoRA of the slots. "
+            "Activate only this adapter. To train it, call `set_stage`, and pass no `peft_config` to the trainer."
         )
 
 

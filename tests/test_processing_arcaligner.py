@@ -134,8 +134,8 @@ def test_special_token_in_documents(processor, monkeypatch):
 def test_too_many_slots_fail_early(processor, monkeypatch):
     """More slots than the context of the backbone are refused before the encoder runs."""
     text = len(processor.tokenizer(PROMPT.format(slots="", question=QUESTION))["input_ids"])
-    message = rf"question 1 need 603 slots \(the longest, passage 1, needs 600\), but .* at most {512 - text} are "
-    message += r"possible\. Passages that fit: the first 1 of 2\."
+    message = rf"question 1 need 603 slots \(the longest, passage 1, needs 600\), but .* limit is {512 - text}"
+    message += r"\. Passages that fit: the first 1 of 2\."
     with monkeypatch.context() as patch:
         patch.setattr(SlotEncoder, "encode_tokens", None)
         with pytest.raises(ValueError, match=message):
@@ -287,7 +287,7 @@ def test_file_reading_template_is_refused(processor):
         ),
         ([[True], [False]], "of row 0 has the dtype torch.bool; expected whole numbers"),
         ([[-2], [1]], "of row 0 contains -2; expected ids of at least 0"),
-        ([[1], [2, 3]], "of row 0 is of type list; which cannot be converted .*; expected numbers"),
+        ([[1], [2, 3]], "of row 0 is of type list, which cannot be converted .*; expected numbers"),
         ([[1]], "of row 0 has shape"),
         (None, "Got `context_embeds` without `context_word_ids`"),
     ],

@@ -162,7 +162,9 @@ def open_corpus(
         else:
             dataset = datasets.load_dataset(path, options["name"], split=options["split"])
     except (DatasetGenerationError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error.__cause__ or error}") from error
+        reason = str(error.__cause__ or error)
+        names_line = reason.startswith(f"{path}, line ")
+        raise ValueError(reason if names_line else f"{path} cannot be read: {reason}") from error
     columns = set(dataset.column_names)
     if asks and "question" not in columns:
         raise ValueError(
@@ -204,7 +206,7 @@ def _check_columns(source: str, columns: Collection[str], options: dict[str, str
     if missing := [options[key] for key in ("text", "title") if options[key] and options[key] not in columns]:
         raise ValueError(
             f"{source} has the columns {', '.join(sorted(columns))}, but not {', '.join(missing)}; expected "
-            f"{', '.join(ROW_FIELDS)}, the columns of HotpotQA, or texts. Append the column of the texts to the "
+            f"{', '.join(ROW_FIELDS)}, those of HotpotQA, or a column of texts. Append the name of this column to the "
             "source, such as `?text=body` for the column `body`."
         )
 
@@ -600,10 +602,12 @@ class ExampleSelector:
         empty = [source for source in sources if not len(examples[source])]
         if empty or not sum(counts.values()):
             reasons = [self._why_empty(source, left_out[source]) for source in empty if left_out[source]]
+            number = "all" if max_examples is None else max_examples
+            limits = f"`max_tokens`: {self.builder.max_tokens}, number of examples: {number}"
             raise ValueError(
                 " ".join(reasons)
-                or f"There are no examples in {', '.join(sources)} with `max_tokens` {self.builder.max_tokens} and "
-                f"{max_examples} examples in all. Raise these limits, or choose other files."
+                or f"No examples can be made from {', '.join(sources)} ({limits}). Raise these numbers, or choose "
+                "other files."
             )
         if oversample:
             examples = {source: self._repeat(source, examples[source], counts[source]) for source in sources}

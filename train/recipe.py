@@ -181,8 +181,9 @@ class RecipeArguments:
             )
         if self.has_turns and self.attn_implementation not in _MASKED_ATTENTION:
             raise ValueError(
-                f"`attn_implementation` is {self.attn_implementation!r}, but packed questions (`max_questions`) and "
-                "`continues` need 'eager' or 'sdpa'. Set it to one of these, or leave these keys out."
+                f"`attn_implementation` is {self.attn_implementation!r}, which supports neither packed questions "
+                "(`max_questions`) nor `continues`. Set it to 'eager' or 'sdpa', or leave `max_questions` and "
+                "`continues` out."
             )
         for key in ("max_questions", "max_segments", "passage_words"):
             if getattr(self, key) < 1:
@@ -205,7 +206,7 @@ class RecipeArguments:
         if self.reconstruction_share and not self.reconstruction_files:
             raise ValueError(
                 f"`reconstruction_share` is {self.reconstruction_share}, but `reconstruction_files` is empty. Add "
-                "files of passages to it, or leave `reconstruction_share` out."
+                "files of passages to `reconstruction_files`, or leave `reconstruction_share` out."
             )
 
     def _check_passages_first(self) -> None:
@@ -276,18 +277,21 @@ def accumulation_steps(global_batch_size: int, per_device: int, processes: int) 
     8
 
     Raises:
-        `ValueError`: `global_batch_size` cannot be divided so; the message lists numbers that are possible.
+        `ValueError`: `global_batch_size` cannot be divided so; the message lists numbers that are possible. A
+            `per_device` below 1.
     """
-    if global_batch_size > 0 and per_device > 0 and global_batch_size % (per_device * processes) == 0:
+    if min(global_batch_size, per_device) > 0 and global_batch_size % (per_device * processes) == 0:
         return global_batch_size // (per_device * processes)
+    if per_device < 1:
+        raise ValueError(f"`per_device_train_batch_size` is {per_device}; expected a number of at least 1.")
     sizes = [size for size in range(1, global_batch_size + 1) if global_batch_size % (size * processes) == 0]
-    at_most = global_batch_size // per_device if per_device > 0 else 0
+    at_most = global_batch_size // per_device
     numbers = [number for number in range(1, at_most + 1) if global_batch_size % (per_device * number) == 0]
     remedies = [f"`per_device_train_batch_size` to {_listed(sizes)}"] if sizes else []
     remedies += [f"the number of processes to {_listed(numbers)}"] if numbers else []
     raise ValueError(
-        f"`global_batch_size` is {global_batch_size}; expected a multiple of {per_device * processes}, which is "
-        f"`per_device_train_batch_size` ({per_device}) times the number of processes ({processes}). Change "
+        f"`global_batch_size` is {global_batch_size}; expected a positive multiple of {per_device * processes}, which "
+        f"is `per_device_train_batch_size` ({per_device}) times the number of processes ({processes}). Change "
         f"{', or '.join([*remedies, '`global_batch_size`'])}."
     )
 
@@ -430,7 +434,9 @@ class AlignerTrainingConfig(SFTConfig):
                 f"{self.per_device_eval_batch_size}. Set `per_device_eval_batch_size` to 2 or more."
             )
         mean, num_saved = self.average_checkpoints, self.save_total_limit
-        if mean < 0 or (mean and self.save_strategy == "no") or (num_saved is not None and num_saved < mean):
+        if mean < 0:
+            raise ValueError(f"`average_checkpoints` is {mean}; expected a number of at least 0.")
+        if (mean and self.save_strategy == "no") or (num_saved is not None and num_saved < mean):
             raise ValueError(
                 f"`average_checkpoints` is {mean}, but `save_strategy` is {str(self.save_strategy)!r} and "
                 f"`save_total_limit` is {num_saved}, so there are not as many checkpoints. Save and keep as many, or "
@@ -490,8 +496,8 @@ def parse_recipe(script: str, kinds: tuple[type, type], arguments: list[str]) ->
         ) from error
     if isinstance(recipe, RecipeArguments) and args.eval_strategy != "no" and not recipe.eval_files:
         raise ValueError(
-            f"`eval_strategy` is {args.eval_strategy.value!r}, but the recipe has no `eval_files`. Add some, or set "
-            '`eval_strategy` to "no".'
+            f"`eval_strategy` is {args.eval_strategy.value!r}, but the recipe has no `eval_files`. Add `eval_files`, "
+            'or set `eval_strategy` to "no".'
         )
     check_resume(args.resume_from_checkpoint, args.output_dir, is_stage=isinstance(recipe, RecipeArguments))
     if args.chat_template_path is not None:
@@ -540,7 +546,7 @@ def check_start(recipe: RecipeArguments, processor: ArcAlignerProcessor, start: 
         expected = [f"a {start}" if start == BASE_MODEL else f"a {start} checkpoint" for start in STARTS[recipe.stage]]
         raise ValueError(
             f"Stage `{recipe.stage}` cannot start from {name}, which is a {kind}; expected {' or '.join(expected)}. "
-            "Set `model_name_or_path` to such a model; an `output_dir` of a finished stage has its checkpoint."
+            "Set `model_name_or_path` to such a model; the `output_dir` of a finished stage contains its checkpoint."
         )
     if start is None:
         return

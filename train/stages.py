@@ -109,7 +109,9 @@ def read_stages(
         except (yaml.YAMLError, AttributeError, TypeError) as error:
             raise ValueError(f"{path} is not YAML with a key and a value on each line: {error}. Correct it.") from error
         if "output_dir" not in keys:
-            raise ValueError(f"{path} has no `output_dir`; expected a folder for the result of the stage. Add the key.")
+            raise ValueError(
+                f"{path} has no `output_dir`; expected a folder for the result of the stage. Add `output_dir`."
+            )
         named = Path(str(keys.get("model_name_or_path")))
         start = next((stage for stage in stages if stage.output_dir == named), None)
         stages.append(Stage(int(path.name[0]), path.stem, arguments, Path(keys["output_dir"]), start))

@@ -400,7 +400,8 @@ class ArcAlignerConfig(PreTrainedConfig):
             if config_dict.get("training_stage") and wanted in (default, *others) and wanted != saved:
                 logger.warning_once(
                     f"{pretrained_model_name_or_path} was trained with `{name}={saved!r}` and is loaded with "
-                    f"{wanted!r}. Expect worse answers from several passages, or train the aligner with {wanted!r}."
+                    f"{wanted!r}. Expect worse answers from several passages, unless you train the aligner with "
+                    f"{wanted!r}."
                 )
         # The name of a base model loads an untrained aligner around it, with which training starts.
         if model_type is not None and model_type != cls.model_type:

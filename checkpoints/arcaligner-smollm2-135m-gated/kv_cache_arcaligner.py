@@ -738,7 +738,7 @@ class PassageCache:
         try:
             entry = load_keys_values(path, spec.fingerprint, self.model.config.text_config, self.model.device)
         except ValueError as error:
-            logger.warning("%s This passage is computed again.", error)
+            logger.warning("%s The passage is computed again.", error)
             return None
         self.loads += spec.is_passage
         self._store(spec.key, entry)
@@ -1210,6 +1210,9 @@ def save_keys_values(
         raise
 
 
+_REPLACED = "A `PassageCache` that is not read-only replaces such a file."
+
+
 def load_keys_values(
     path: str | Path, fingerprint: dict[str, Any], config: PreTrainedConfig, device: str | torch.device = "cpu"
 ) -> torch.Tensor:
@@ -1225,7 +1228,6 @@ def load_keys_values(
         `ValueError`: a file that is broken or of another format, a file with another fingerprint (the message names the
             first field that differs), or a file that does not fit the backbone.
     """
-    advice = "Delete the file to compute it again, or use the settings and weights that it was made with."
     try:
         # Read, not mapped into memory: if another process cuts a mapped file, this one is killed.
         content = Path(path).read_bytes()
@@ -1239,12 +1241,12 @@ def load_keys_values(
         if not isinstance(stored := json.loads(metadata.get("fingerprint", "")), dict):
             raise ValueError(f"its fingerprint is of type {type(stored).__name__}; expected a JSON object")
     except (SafetensorError, ValueError, OSError) as error:
-        raise ValueError(f"{path} cannot be read: {error}. Delete the file to compute it again.") from error
+        raise ValueError(f"{path} cannot be read: {error}. {_REPLACED}") from error
     for name in [*fingerprint, *stored]:
         if stored.get(name) != fingerprint.get(name):
             raise ValueError(
-                f"The cached passage {path} was made with {stored.get(name)!r} as `{name}`; expected "
-                f"{fingerprint.get(name)!r}. {advice}"
+                f"The cached passage {path} was made with `{name}` {stored.get(name)!r}; expected "
+                f"{fingerprint.get(name)!r}. {_REPLACED}"
             )
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     shape = shapes.get(_NAME, ())

@@ -111,8 +111,8 @@ def check_tokens_per_slot(tokens_per_slot: int | str) -> None:
     is_segment = isinstance(tokens_per_slot, str) and tokens_per_slot == "segment"
     if not is_segment and not (is_number(tokens_per_slot, int) and tokens_per_slot >= 1):
         raise ValueError(
-            f'`tokens_per_slot` is {tokens_per_slot!r}; expected a number of tokens of at least 1, or "segment" for '
-            "one slot per segment."
+            f'`tokens_per_slot` is {tokens_per_slot!r}; expected a whole number of tokens, at least 1, or "segment" '
+            "for one slot per segment."
         )
 
 
@@ -127,7 +127,7 @@ def check_slot_settings(max_slots: int | None, tokens_per_slot: int | str | None
 def check_num_tokens(name: str, value) -> None:
     """Raise `ValueError` unless the `value` of the setting `name` is a whole number of at least 1."""
     if not (is_number(value, Integral) and value >= 1):
-        raise ValueError(f"`{name}` is {value!r}; expected a number of tokens, a whole number of at least 1.")
+        raise ValueError(f"`{name}` is {value!r}; expected a whole number of tokens, at least 1.")
 
 
 def in_original_text(segments: Sequence[Segment], documents: Sequence[str | dict]) -> list[Segment]:

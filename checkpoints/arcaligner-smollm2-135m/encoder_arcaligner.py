@@ -594,8 +594,8 @@ def _entries_of_questions(convert: Callable, entries, name: str, is_single: bool
         values = [entries] if is_single or isinstance(entries, str | dict) else list(entries)
     except TypeError as error:  # a number, or a tensor without dimensions
         raise ValueError(
-            f"{name} is a single value of type {type(entries).__name__}; expected a list with an entry for each "
-            f"question, which has the length {num_questions} here."
+            f"{name} is a single value of type {type(entries).__name__}; expected a list of length {num_questions}, "
+            "with an entry for each question."
         ) from error
     if len(values) != num_questions:
         raise ValueError(f"{name} has the length {len(values)}; expected {num_questions}, an entry for each question.")
@@ -937,13 +937,14 @@ def _check_num_slots(
     for tokens in segments:
         sizes[tokens.segment.document] += len(tokens.token_spans(tokens_per_slot))
     document = max(sizes, key=sizes.get)
-    count = sizes[document] if per_passage else sum(sizes.values())
+    total = sum(sizes.values())
+    count = sizes[document] if per_passage else total
     if limit is not None and min(count, max_slots or count) > limit:
         longest = f" (the longest, passage {document}, needs {sizes[document]})" if len(sizes) > 1 else ""
         fitting = sum(size <= limit for size in (sizes.values() if per_passage else accumulate(sizes.values())))
         fits = f" Passages that fit: {'' if per_passage else 'the first '}{fitting} of {len(sizes)}."
         raise ValueError(
-            f"{name} {sum(sizes.values())} slots{longest}, but together with the question at most {max(0, limit)}"
-            f"{' per passage' * per_passage} are possible.{fits * (len(sizes) > 1)} Pass a shorter question, fewer or "
-            "shorter passages, or put more text into each slot (`tokens_per_slot`)."
+            f"{name} {total} slot{'s' * (total != 1)}{longest}, but with the question the limit is "
+            f"{max(0, limit)}{' per passage' * per_passage}.{fits * (len(sizes) > 1)} Pass a shorter question, fewer "
+            "or shorter passages, or put more text into each slot (`tokens_per_slot`)."
         )

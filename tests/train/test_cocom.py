@@ -171,7 +171,7 @@ def test_resumed_run_equals_uninterrupted(tmp_path, base_model_dir, runs):
     [
         ({"start_from": "runs/nowhere"}, "`start_from` is runs/nowhere, which is not the folder of a finished run"),
         ({"tokens_per_slot": 16}, "`tokens_per_slot` is 16, but .*first was trained with 4"),
-        ({"tokens_per_slot": 0}, "`tokens_per_slot` is 0; expected at least 1"),
+        ({"tokens_per_slot": 0}, "`tokens_per_slot` is 0; expected a number of at least 1"),
     ],
 )
 def test_wrong_starts_are_refused(tmp_path, base_model_dir, runs, changes, message):

@@ -282,14 +282,14 @@ def test_scored_slots_are_limited(engine_of, independent, processor, monkeypatch
     documents = ["Ada wrote it.", "Bob did not.", "Carol read it."]  # three slots
     engine = engine_of(None, independent, limits=Limits(max_slots=1, max_scored_slots=3))
     assert sum(source["used"] for source in answer(engine, documents, max_passages=1).sources) == 1
-    for most, message in ((2, "2 slots; expected at most 1. Pass fewer"), (3, "at most 1 are possible")):
+    for most, message in ((2, "2 slots; expected at most 1. Pass fewer"), (3, "the limit is 1")):
         error = engine.submit(request_of(documents, max_passages=most)).exception()
         assert isinstance(error, ValueError) and message in str(error)
     engine = engine_of(limits=Limits(max_slots=40))
     monkeypatch.setattr(processor, "tokens_per_slot", 1)
     monkeypatch.setattr(SlotEncoder, "encode_tokens", None)
     error = engine.submit(request_of(["one sentence " * 30])).exception()
-    assert isinstance(error, ValueError) and "slots, but together with the question at most 40" in str(error)
+    assert isinstance(error, ValueError) and "slots, but with the question the limit is 40" in str(error)
 
 
 @pytest.mark.parametrize("most, is_multihop, expected", [(None, True, 2), (None, False, 1), (3, True, 3)])
