@@ -194,7 +194,7 @@ class Answerer:
         if max_passages is not None:
             if not is_number(max_passages, Integral) or max_passages < 1:
                 raise ValueError(f"`max_passages` is {max_passages!r}; expected a whole number of at least 1.")
-            self._check_can_score(f"`max_passages={max_passages}`", "`max_passages`")
+            self.check_can_score(f"`max_passages={max_passages}`", "`max_passages`")
         if min_confidence is not None:
             if not is_number(min_confidence, Real) or not 0.0 <= min_confidence <= 1.0:
                 raise ValueError(f"`min_confidence` is {min_confidence!r}; expected a number from 0 to 1.")
@@ -214,7 +214,9 @@ class Answerer:
                 f"None). Fit one with `python -m arcaligner.train.confidence`{leave_out}."
             )
 
-    def _check_can_score(self, subject: str, argument: str | None = None) -> None:
+    def check_can_score(self, subject: str, argument: str | None = None) -> None:
+        """Raise `ValueError` if passages cannot be scored. The message begins with `subject`, which needs the scores,
+        and may advise to leave out an `argument`."""
         self._check_answerability(subject, argument)
         if self.processor.passage_attention != "separate":
             leave_out = f", or leave out {argument}" if argument else ""
@@ -370,7 +372,7 @@ class Answerer:
         self, questions: list, documents: list[list] | None, similarities: Similarities | None, **kwargs: Any
     ) -> tuple[QuestionBatch, Similarities | None]:
         """The result of `PassageCache.make_batch`, and the cosines of questions and passages that are texts."""
-        self._check_can_score("Scoring passages")
+        self.check_can_score("Scoring passages")
         batch = self.cache.make_batch(questions, documents, **kwargs)
         if documents is not None and similarities is None:
             similarities = []

@@ -365,14 +365,18 @@ def test_unsupported_independence_is_refused(model, processor, independent_proce
             other(**inputs, context_passage_ids=TWO)
         other(**inputs)  # one passage
         store = other.passage_cache(independent_processor)
-        with pytest.raises(ValueError, match="have a sliding window.*Use 'joint', or pass one passage"):
+        with pytest.raises(
+            ValueError, match="have a sliding window.*`passage_attention='joint'`, or pass only one passage"
+        ):
             store.prepare("Who?", PASSAGES)
         assert store.misses == 0  # reported before anything is computed
         store.prepare("Who?", PASSAGES[:1])
-    with pytest.raises(ValueError, match="`passage_attention` is 'separate' in the model and 'joint' in the processor"):
+    with pytest.raises(
+        ValueError, match="`passage_attention` is 'separate' in the model, but 'joint' in the processor"
+    ):
         model.passage_cache(processor)
     monkeypatch.setattr(model.config.text_config, "_attn_implementation", "flash_attention_2")
-    with pytest.raises(ValueError, match="attention `flash_attention_2` takes no mask"):
+    with pytest.raises(ValueError, match="attention kernel `flash_attention_2` does not accept a mask"):
         model(**four_slots(model, contiguous=True), context_passage_ids=TWO)
 
 

@@ -60,10 +60,10 @@ class CocomArguments:
         train_file (`str`): Rows with questions or, if `asks` is false, with passages; a source as in `common/rows.py`.
         max_train_samples (`int`): Number of shuffled rows to train on.
         start_from (`str`, *optional*): Folder of a finished run whose weights this run starts from.
-        asks (`bool`): Whether the target is an answer. If not, it is the text of the passages.
+        asks (`bool`): Whether the model learns to answer questions. If false, it learns to repeat the passages.
         tokens_per_slot (`int`): Number of tokens that a compression token replaces.
         data_dir (`str`): Folder that a relative path of the data file refers to.
-        max_tokens (`int`): Rows with longer passages are left out.
+        max_tokens (`int`): Maximum number of tokens of the passages of a row; rows with more are left out.
         lora_r (`int`), lora_alpha (`int`): Rank and scale of the LoRA on all linear layers.
         dtype (`str`): The dtype of the frozen backbone; the trained weights are always float32.
         attn_implementation (`str`, *optional*): transformers' name of an attention kernel.

@@ -50,12 +50,13 @@ class FullTextArguments:
         train_file (`str`): Rows with questions, passages and answers; a source as in `common/rows.py`.
         max_train_samples (`int`): Number of shuffled rows to train on.
         data_dir (`str`): Folder that a relative path of the data file refers to.
-        max_tokens (`int`): Longer examples are left out.
+        max_tokens (`int`): Maximum number of tokens of an example; longer ones are left out.
         lora_r (`int`), lora_alpha (`int`): Rank and scale of the LoRA on all linear layers.
         passage_attention (`str`): With `"separate"`, the passages of a prompt do not attend to each other.
-        distractors (`float`): Share of rows that get 1 to 4 of the nearest passages without the answer.
-        writes (`str`): `"answer"`, or `"question"`: the model gets passages and writes an answer and a question for it,
-            each on a line, for `train/made_questions.py`.
+        distractors (`float`): Share of rows that get 1 to 4 of the passages nearest to their question, without the
+            answer.
+        writes (`str`): What the model writes: `"answer"`, or `"question"` for an answer from the passage and a question
+            for this answer, each on a line (for `train/made_questions.py`).
     """
 
     model_name_or_path: str

@@ -223,8 +223,8 @@ def main(
     ] = 16_384,
     seed: Annotated[int, typer.Option(help="Seed for sampling the questions.")] = 0,
 ) -> None:
-    """Make questions about paragraphs with one LoRA, the maker. Keep those to which another LoRA, the reader, gives the
-    same answer."""
+    """Write questions and answers about paragraphs with one LoRA, the maker. Keep the questions to which another LoRA,
+    the reader, gives the same answer."""
     if output.exists():
         raise ValueError(f"{output} exists. Delete the file to make it again, or choose another `--output`.")
     known = (row for file in question_files for row in read_rows(find_file(file, data)))

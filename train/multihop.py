@@ -172,17 +172,17 @@ def fit_multihop(
 
 def main(
     recipe: Annotated[Path, typer.Option(help="Recipe file of a stage, whose data and held-out articles are used.")],
-    aligner: Annotated[Path, typer.Option(help="Folder of the aligner, with a fitted answerability head.")],
+    aligner: Annotated[Path, typer.Option(help="Folder of an aligner with a fitted answerability head.")],
     number: Annotated[int, typer.Option("-n", help="Number of training questions.")] = 20_000,
     held_out: Annotated[int, typer.Option(help="Number of held-out questions.")] = 1000,
     data_dir: Annotated[
         str | None, typer.Option(help="Folder of the data files. Default: `data_dir` of the recipe.")
     ] = None,
 ) -> None:
-    """Fit the multi-hop head, which finds questions that need two passages, and the two passages. Print how well it
-    does on questions of held-out articles."""
+    """Fit the multi-hop head, which decides whether a question needs two passages, and which two. Print how often it is
+    right on questions about held-out articles."""
     model, processor = load_mean([aligner])
-    Answerer(model, processor).check(max_passages=1)
+    Answerer(model, processor).check_can_score("A multi-hop head")
     data = read_recipe(recipe, data_dir)
     for name, value in fit_multihop(model, processor, data, number, held_out).items():
         typer.echo(f"{name}: {value:.3g}")

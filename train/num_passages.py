@@ -112,7 +112,7 @@ def table(rows: Sequence[Row], scores: np.ndarray) -> str:
 
 def main(
     recipe: Annotated[Path, typer.Option(help="Recipe file of a stage, whose data and held-out articles are used.")],
-    aligner: Annotated[Path, typer.Option(help="Folder of the aligner, with a fitted answerability head.")],
+    aligner: Annotated[Path, typer.Option(help="Folder of an aligner with a fitted answerability head.")],
     rates: Annotated[
         str, typer.Option(help="Values of `tokens_per_slot`, separated by commas, such as 2,4,segment.")
     ] = "2",

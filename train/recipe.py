@@ -90,15 +90,15 @@ class RecipeArguments:
         train_files (`dict[str, float]`): Sources and their weights in the mixture. A source is a JSON Lines or Parquet
             file or a data set of the Hub; see `common/rows.py`.
         data_dir (`str`): Folder that relative paths of data files refer to.
-        dtype (`str`): The dtype of the frozen backbone; the aligner is always float32. `"auto"` takes the faster of
-            float32 and bfloat16.
+        dtype (`str`): The dtype of the frozen backbone; the aligner is always float32. `"auto"` selects the faster
+            of float32 and bfloat16.
         aligner (`dict`): Fields of `ArcAlignerConfig` to set, such as `lora_r`.
         processor (`dict`): Settings of a new processor, such as `sentences_per_segment`; for a base model only.
-        encoder_lora_r (`int`): Rank of the LoRA that trains the sentence encoder jointly; 0 leaves the encoder frozen.
+        encoder_lora_r (`int`): Rank of a LoRA that trains the sentence encoder together with the aligner; 0 leaves the
+            encoder frozen.
         max_train_samples (`int`, *optional*): Number of examples to train on.
-        oversample (`bool`): What happens if a source of `train_files` or `reconstruction_files` has fewer examples than
-            its weight asks for. If true, its rows are used again, each time with other distractors. If false, the
-            mixture shrinks.
+        oversample (`bool`): Whether rows of a source are used again, each time with other distractors, if the source
+            has fewer examples than its weight asks for. If false, the mixture shrinks.
         eval_files (`dict[str, float]`): Sources for the held-out loss, and their weights. Of a file that is also in
             `train_files`, the held-out articles are used.
         max_eval_samples (`int`, *optional*): Number of examples for the held-out loss.
@@ -120,13 +120,15 @@ class RecipeArguments:
             their weights.
         reconstruction_share (`float`): Share of reconstruction examples in the training set of stages II and III.
         tokens_per_slot (`list`): Numbers of tokens per slot, or `"segment"`. One entry is drawn for each batch; an
-            entry that is listed twice is drawn twice as often. They may differ from those of the stage before.
+            entry that is listed twice is drawn twice as often. The entries may differ from those of the stage
+            before.
         attn_implementation (`str`, *optional*): transformers' name of an attention kernel. On CPUs, the backward pass
             of `"eager"` is two to three times as fast as that of `"sdpa"` for rows of a few hundred tokens.
         compile_layers (`bool`): Whether the decoder layers are compiled, which takes a minute once and saves time in
             long runs.
-        passages_first (`bool`): Whether a step computes the slots of all passages first and then the turns that attend
-            to them: fewer and shorter rows. For independent passages (`passage_attention: separate`) and one process.
+        passages_first (`bool`): Whether a step computes the slots of all passages first and then the questions that
+            attend to them, so that several passages share a row of a batch. Only for independent passages
+            (`passage_attention: separate`) and one process.
         attention_loss_weight (`float`): With `passages_first`, the weight of the attention loss; see
             `train/passages_first.py`.
         attention_loss_layers (`list[int]`): Layers to which the attention loss applies.
@@ -367,16 +369,16 @@ class AlignerTrainingConfig(SFTConfig):
         global_batch_size (`int`, *optional*): Examples per optimizer step, whatever the number of processes;
             `gradient_accumulation_steps` follows from it. Default: the product of `per_device_train_batch_size`,
             `gradient_accumulation_steps` and processes.
-        batch_tokens (`int`, *optional*): Maximum number of positions of a batch, padding included: each batch then has
-            as many examples as fit at the tokens per slot that are drawn for it, instead of
-            `per_device_train_batch_size`. Needs `max_steps` and one process; the whole run counts as one epoch.
+        batch_tokens (`int`, *optional*): Maximum number of positions of a batch, padding included. Each batch then has
+            as many examples as fit, instead of `per_device_train_batch_size`. Needs `max_steps` and one process; the
+            whole run counts as one epoch.
         gate_learning_rate (`float`, *optional*): Learning rate of the gates, which start untrained in stage III.
             Default: `learning_rate`.
         encoder_learning_rate (`float`, *optional*): Learning rate of an encoder that is trained jointly. Default:
             `learning_rate`.
-        average_checkpoints (`int`): The stage ends with the mean of the weights of this many last checkpoints (latest
+        average_checkpoints (`int`): Number of last checkpoints whose mean weights are the result of the stage (latest
             weight averaging, https://huggingface.co/papers/2209.14981). After a constant learning rate this replaces a
-            decay, and training can continue. With 0 it ends with the weights of the last step.
+            decay, and training can continue. With 0 the result has the weights of the last step.
         eval_slot_gap (`bool`): Whether to evaluate with the slots of other examples as well. The difference of the two
             losses is logged as `eval_slot_gap`.
     """

@@ -120,8 +120,8 @@ def _check_slots(is_slot: np.ndarray, is_finite: np.ndarray, is_nonzero: np.ndar
     if max_count > num_embeds or is_nonzero[:, max_count:].any():
         raise ValueError(
             f"The rows of `input_ids` have {counts.tolist()} context tokens, but `context_embeds` has {num_embeds} "
-            "embeddings per row; expected an embedding for each context token. Fill the rest of a row of "
-            "`context_embeds` with zeros, at its end."
+            "embeddings per row; expected one for each context token. Put zeros at the end of rows that have fewer "
+            "context tokens."
         )
     is_broken = ~is_finite & (np.arange(num_embeds) < counts[:, None])  # (batch, max_slots)
     if is_broken.any():

@@ -120,7 +120,7 @@ def test_long_rows_are_left_out(tmp_path, tokenizer):
     path = write_rows(tmp_path / "rows.jsonl", rows)
     recipe = CocomArguments("base", path, 10, data_dir="", max_tokens=60)
     assert len(build_dataset(recipe, tokenizer, seed=0)) == 3
-    with pytest.raises(ValueError, match="rows.jsonl has no usable row: expected passages of at most 1 tokens"):
+    with pytest.raises(ValueError, match="rows.jsonl has no usable row; expected passages of at most 1 tokens"):
         build_dataset(CocomArguments("base", path, 10, data_dir="", max_tokens=1), tokenizer, seed=0)
 
 

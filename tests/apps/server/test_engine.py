@@ -418,7 +418,7 @@ def test_low_answerability_abstains_early(engine_of, ask, monkeypatch, give_head
 
 def test_invalid_settings_are_refused(engine_of):
     for name, value, message in (
-        ("min_confidence", 0.5, "needs an aligner with a fitted answerability head"),
+        ("min_confidence", 0.5, "needs an answerability head"),
         ("max_passages", 0, "is 0; expected a whole number of at least 1"),
         ("tokens_per_slot", 0, "is 0; expected"),
         ("max_batch", 0, "is 0; expected at least 1 request"),
