@@ -76,9 +76,9 @@ def find_file(path: str, data_dir: str) -> str:
     file = str(find_path(os.path.join(data_dir, path)))
     if not os.path.exists(file):
         raise FileNotFoundError(
-            f"There is no file {file}; `data_dir`, to which paths are relative, is {data_dir or '.'!r}. Correct the "
-            "path or `data_dir` (on the command line: `--data_dir ../data`). To make the files of the recipes, run "
-            "`python -m arcaligner.train.prepare_data`."
+            f"There is no file {file}; paths are relative to the folder of the data, {data_dir or '.'!r}. Correct the "
+            "path or the folder: `data_dir` in a recipe, `--data-dir` on the command line. To make the files of the "
+            "recipes, run `python -m arcaligner.train.prepare_data`."
         )
     return file
 

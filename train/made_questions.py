@@ -204,7 +204,7 @@ def main(
     reader: Annotated[
         Path, typer.Option(help="Folder of the LoRA that answers from text, trained with full_text.yaml.")
     ],
-    data: Annotated[str, typer.Option(help="Folder of the data files.")] = "data",
+    data: Annotated[str, typer.Option("--data", "--data-dir", help="Folder of the data files.")] = "data",
     paragraphs: Annotated[str, typer.Option(help="File of the paragraphs in `--data`.")] = "recon_train.jsonl.gz",
     question_files: Annotated[
         list[str],
