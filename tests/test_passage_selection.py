@@ -146,7 +146,7 @@ def test_refusal_requirements(ask, model, processor):
     refused("cannot be combined with `streamer`", streamer="any")
     refused("cannot be combined with `return_tensors`", return_tensors=True)
     ask.processor.no_answer = None
-    refused("`no_answer` is None; expected a text")
+    refused("`no_answer` of the processor is None; expected a string")
     ask.processor = processor
     model.set_answerability_layers(None)
     assert "confidence" not in ask(ROW, return_slots=True)[0]["statistics"]
@@ -433,7 +433,7 @@ def test_unrankable_passages_are_refused(model, fitted, cache, ask, ask_independ
             ask_independent([{"role": "assistant", "content": "Hi."}], documents=PASSAGES, max_passages=most)
     with pytest.raises(ValueError, match="^Scoring passages needs .* has 'joint'. Use another aligner\\.$"):
         score_passages(model.passage_cache(fitted), ["Who?"], [PASSAGES])
-    with pytest.raises(ValueError, match="^`max_passages=1` needs .* is 'joint'. .*, or leave out `max_passages`"):
+    with pytest.raises(ValueError, match="^`max_passages=1` needs .* has 'joint'. .*, or leave out `max_passages`"):
         ask(ROW, max_passages=1)
     embeds, numbers = torch.ones(3, fitted.encoder_hidden_size), torch.tensor([0, 1, 0])
     for use in (score_passages, type(cache).prepare):

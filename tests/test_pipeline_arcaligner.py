@@ -142,7 +142,7 @@ def test_missing_template_uses_plain_prompt(ask, model, processor):
         (
             {"question": "Who? " * 600, "documents": ["One."]},
             {},
-            "need 1 slot, but with the question the limit is 0 .* a shorter",
+            "need 1 slot, but with the question the limit is 0. Pass a shorter",
         ),
         (CHAT, {"documents": [DOCUMENTS]}, "Document 0 is of type list"),
         ([{"role": "system", "content": "x"}], {"documents": DOCUMENTS}, "no user message"),

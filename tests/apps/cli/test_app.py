@@ -158,7 +158,7 @@ def test_user_errors_print_one_line(answer, base_model_dir, document, tmp_path, 
         (
             paths["binary"],
             {},
-            "binary.txt is not text in UTF-8 or in any other known encoding (see byte 0, counted from 0)",
+            "binary.txt is not text in UTF-8 or in any other known encoding (see its byte 0, counted from 0)",
         ),
         (paths["empty"], {}, "empty.txt contains no text"),
         (paths["long"], {}, "long.txt has 5 passages; `answer` accepts at most 4. Build a corpus with"),
@@ -193,7 +193,7 @@ def cut_in_half(path) -> None:
     ("name", "damage", "message"),
     [
         ("model.safetensors", cut_in_half, "model.safetensors cannot be read"),
-        ("config.json", lambda path: path.write_text("[]"), "is not a configuration"),
+        ("config.json", lambda path: path.write_text("[]"), "does not contain a configuration"),
         ("config.json", lambda path: edit_json(path, lora_r="x"), "Field 'lora_r' expected int, got str"),
         ("config.json", lambda path: edit_json(path, text_config=5), "The config.json of "),
         ("config.json", lambda path: edit_json(path, base_model_name_or_path="a/b"), "`hf download a/b --local-dir"),

@@ -122,7 +122,7 @@ def test_long_prompts_in_a_batch(engine_of, ask):
     engine = engine_of(batch_seconds=30.0, max_batch=3)
     failing = engine.submit(request_of(None, LONG))
     long, short = answers(engine, long, request_of(None, max_new_tokens=64))
-    assert "positions but the backbone" in str(failing.exception())
+    assert "positions, but the backbone" in str(failing.exception())
     assert short.batch_size == 2 and short.text == alone.text
     assert long.prompt_tokens + long.completion_tokens <= 512 < long.prompt_tokens + alone.completion_tokens
 
@@ -332,12 +332,12 @@ def test_passages_are_encoded_once(processor, tokens_per_slot, monkeypatch):
     for documents in ([ada, loom, other], [ada], [{"title": "", "text": "New. Newer."}] * 9):
         max_slots = len(processor.encode_documents(documents, tokens_per_slot=tokens_per_slot).context_embeds) - 1
         texts.clear()
-        with pytest.raises(ValueError, match=f"room for {max_slots} with the question"):
+        with pytest.raises(ValueError, match=f"the limit is {max_slots}"):
             encode.check_num_slots(documents, tokens_per_slot, max_slots)
         encode.check_num_slots(documents, tokens_per_slot, max_slots + 1)
         assert not texts
     encoded, whole = encode([loom, ada], tokens_per_slot, [7, 9]), encode([loom, ada], tokens_per_slot)
-    with pytest.raises(ValueError, match="room for"):  # the limit holds for encoded passages, too
+    with pytest.raises(ValueError, match="the limit is"):  # the limit holds for encoded passages, too
         encode.check_num_slots([loom, ada], tokens_per_slot, len(whole.context_embeds) - 1)
     monkeypatch.delattr(SlotEncoder, "encode_batch")  # encoded passages do not need it
     encode.check_num_slots([loom, ada], tokens_per_slot, len(whole.context_embeds))
