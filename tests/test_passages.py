@@ -361,7 +361,7 @@ def test_unsupported_independence_is_refused(model, processor, independent_proce
     for backbone in ("mistral_window", "gemma2"):
         other = aligner_for(processor, backbone, passage_attention="separate")
         inputs = four_slots(other, contiguous=True)
-        with pytest.raises(ValueError, match="have a sliding window.*Use 'joint'"):
+        with pytest.raises(ValueError, match="have a sliding window.*`passage_attention='joint'`"):
             other(**inputs, context_passage_ids=TWO)
         other(**inputs)  # one passage
         store = other.passage_cache(independent_processor)
