@@ -167,7 +167,7 @@ def test_late_slots_are_refused(model):
             with pytest.raises(ValueError, match=r"slots after cached tokens \(8 of|context tokens|has slots"):
                 model.generate(**more, past_key_values=cache, max_new_tokens=2)
     assert torch.equal(cache.layers[0].keys, keys)
-    with pytest.raises(ValueError, match=r"(?s)`prefill_chunk_size`.*chunks.*Leave it out"):
+    with pytest.raises(ValueError, match=r"(?s)`prefill_chunk_size`.*chunks.*Leave `prefill_chunk_size` out"):
         model.generate(**GOOD, prefill_chunk_size=4, max_new_tokens=2)
     with pytest.raises(ValueError, match="`prefill_chunk_size` is 4.* Set it to None in the generation config"):
         model.generate(**GOOD, generation_config=GenerationConfig(prefill_chunk_size=4, max_new_tokens=2))
