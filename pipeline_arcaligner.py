@@ -102,8 +102,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         device_map = getattr(model, "hf_device_map", None) or {"": model.device}
         if next(iter(device_map.values())) == "disk":
             raise ValueError(
-                "The first weights of the model are on the disk (`hf_device_map`), but a pipeline puts its inputs on "
-                "the device of the first weights. Keep these in memory (`max_memory`), or call `model.generate` with "
+                "The first weights of the model are on the disk (see `model.hf_device_map`), so a pipeline cannot move "
+                "its inputs to their device. Raise `max_memory` to keep them in memory, or call `model.generate` with "
                 "the outputs of the processor."
             )
         self._repeats = _repeats_prompts_of_call(kwargs)  # in every call
@@ -166,7 +166,9 @@ class ArcAlignerPipeline(TextGenerationPipeline):
               `passage_confidences`; these names will be removed in the next release.
         """
         if isinstance(text_inputs, list | tuple) and not text_inputs:
-            raise ValueError("The list of inputs is empty; expected a chat, a string or a question with its passages.")
+            raise ValueError(
+                "The list of inputs is empty; expected at least one chat, string or question with its passages."
+            )
         return super().__call__(text_inputs, **kwargs)
 
     def _sanitize_parameters(
@@ -191,7 +193,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         preprocess |= {name: kwargs[name] for name in REFINEMENT_SETTINGS if name in kwargs}  # for scoring passages
         if min_confidence is not None:
             if others := [name for name in ("streamer", "return_tensors") if kwargs.get(name)]:
-                raise ValueError(f"`min_confidence` cannot be combined with `{others[0]}`. Leave one of them out.")
+                raise ValueError(f"`min_confidence` cannot be combined with `{others[0]}`. Leave one of the two out.")
             forward["min_confidence"] = postprocess["min_confidence"] = min_confidence
         return preprocess, forward, postprocess
 
@@ -410,12 +412,14 @@ def _parse_input(value: Any, documents: list | None) -> tuple[str | Chat, list |
         others = ", ".join(f"`{key}`" for key in value if key not in ("question", "messages", "documents"))
         if documents is None and ("question" in value or (others and "messages" in value)):
             raise ValueError(  # passages under another name would be ignored
-                f"An input has no `documents`{others and f' but {others}'}; expected a list of strings or of "
-                '{"title": str, "text": str}. Put the passages there, or an empty list to ask without passages.'
+                f"An input has no `documents`{others and f', but {others}'}. Pass the passages as `documents`, a list "
+                'of strings or of {"title": str, "text": str}, or pass an empty list to ask without passages.'
             )
     if isinstance(value, dict) and "messages" in value:
         if not isinstance(value["messages"], list | tuple):
-            raise ValueError(f"`messages` is {value['messages']!r}; expected a list of messages.")
+            raise ValueError(
+                f'`messages` is {value["messages"]!r}; expected a list of {{"role": str, "content": str}}.'
+            )
         return Chat(value["messages"]), documents, False
     if isinstance(value, dict) and isinstance(value.get("question"), str):
         return value["question"], documents, True
@@ -428,8 +432,8 @@ def _parse_input(value: Any, documents: list | None) -> tuple[str | Chat, list |
         keys = (f"`{key}` of type {type(content).__name__}" for key, content in value.items())
         kind = f"a dictionary with {', '.join(keys) or 'no keys'}"
     raise ValueError(
-        f'An input is {kind}; expected a chat, a string or {{"question": str, "documents": [...]}}, or a list of them. '
-        "For a data set, pass `list(dataset)`."
+        f'An input is {kind}; expected a chat, a string or {{"question": str, "documents": [...]}}, or a list of '
+        "these. Pass a data set as `list(dataset)`."
     )
 
 

@@ -171,16 +171,17 @@ def read_numbered_lines(
                 continue
             row = json.loads(text)
             if not isinstance(row, dict):
-                raise ValueError(f"it is a {type(row).__name__}")
+                raise ValueError(f"it is of type {type(row).__name__}")
         except (ValueError, RecursionError) as error:  # also raised for numbers and nesting beyond Python's limits
-            (skip or warn)(number, f"{path}, line {number} is not a JSON object: {error}.")
+            fault = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+            (skip or warn)(number, f"{path}, line {number} is not a JSON object: {fault}.")
         else:
             num_rows += 1
             yield number, row
     if broken and not num_rows:
         raise ValueError(broken[0])
     if (others := len(broken) - MAX_BROKEN_LISTED) > 0:
-        logger.warning("%s: %s more were skipped.", path, counted(others, "broken line"))
+        logger.warning("%s: skipped %s.", path, counted(others, "more broken line"))
 
 
 def _text_lines(path: str | Path) -> Iterator[bytes | str]:
@@ -192,7 +193,7 @@ def _text_lines(path: str | Path) -> Iterator[bytes | str]:
             is_utf8 = encoding in (None, "utf-8-sig")
             yield from file if is_utf8 else io.TextIOWrapper(file, encoding, errors="replace", newline="\n")
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise ValueError(f"{path} is a broken gzip file: {error}. Make or download it again.") from error
+            raise ValueError(f"{path} is a broken gzip file ({error}). Create or download it again.") from error
 
 
 def read_json_lines(path: str | Path) -> Iterator[dict[str, Any]]:
@@ -218,14 +219,15 @@ def describe_machine(device: str = "cpu") -> dict[str, Any]:
     }
 
 
-def refuse_unknown(place: str, keys: Iterable[str], known: Iterable[str]) -> None:
-    """Raise `ValueError` for the first of `keys` that is not `known`. The message suggests a similar key, or lists all
-    known ones."""
+def refuse_unknown(place: str, keys: Iterable[str], known: Iterable[str], all_known: str | None = None) -> None:
+    """Raise `ValueError` for the first of `keys` that is not `known`. The message suggests a similar key, or ends with
+    `all_known`, a sentence about where to find the known ones (default: a list of them)."""
     known = list(known)
     for key in keys:
         if key not in known:
             nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-            hint = f"Did you mean `{nearest[0]}`?" if nearest else f"Known: {', '.join(sorted(known))}."
+            hint = all_known or f"Known keys: {', '.join(sorted(known))}."
+            hint = f"Did you mean `{nearest[0]}`?" if nearest else hint
             raise ValueError(f"Unknown key `{key}` in {place}. {hint}")
 
 
@@ -234,7 +236,7 @@ def require_extra(extra: str, *modules: str) -> None:
     that installs them. If `python -m` runs a module of the package that calls this, only the message is printed."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
-        message = f"Not installed: {', '.join(missing)}. Install what is missing: pip install 'arcaligner[{extra}]'"
+        message = f"Missing Python packages: {', '.join(missing)}. Run `pip install 'arcaligner[{extra}]'`."
         is_command = sys.argv[0] == "-m"  # while Python imports the packages of the module to run
         raise SystemExit(f"Error: {message}") if is_command else ImportError(message)
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from ..tokenization_arcaligner import readable
-from .files import find_path, read_numbered_lines
+from .files import counted, find_path, read_numbered_lines
 
 ROW_FIELDS = ("id", "question", "answers", "passages")
 JSON_LINES = (".jsonl", ".jsonl.gz")
@@ -53,8 +53,9 @@ def parse_source(source: str) -> tuple[str, dict[str, str | None]]:
     empty = sorted(key for key, value in options.items() if not value)
     if unknown or empty:
         raise ValueError(
-            f"The source {source!r} has {f'unknown options {unknown}' if unknown else f'no value for {empty}'}; "
-            f"expected path?key=value&key=value with keys of {sorted(OPTIONS)}. Correct it, or leave the option out."
+            f"The source {source!r} has {'unknown options' if unknown else 'options without a value'} "
+            f"({', '.join(unknown or empty)}); expected PATH?OPTION=VALUE&OPTION=VALUE with the options "
+            f"{', '.join(sorted(OPTIONS))}. Correct the source, or leave the options out."
         )
     return path, OPTIONS | options
 
@@ -68,14 +69,16 @@ def find_file(path: str, data_dir: str) -> str:
     """
     if not path.endswith(FILES):
         if os.path.isfile(os.path.join(data_dir, path)) or path.endswith(OTHER_FILES):
-            raise ValueError(f"{path} has an unknown suffix; expected a file that ends with {', '.join(FILES)}.")
+            raise ValueError(
+                f"{path} is a file of an unsupported kind; expected one of {', '.join(FILES)}. Convert the file."
+            )
         return path
     file = str(find_path(os.path.join(data_dir, path)))
     if not os.path.exists(file):
         raise FileNotFoundError(
-            f"There is no file {file}. Relative paths of data files are relative to `data_dir`, which is "
-            f"{data_dir or '.'!r}. Set `data_dir` in the recipe or on the command line (`--data_dir ../data`), or name "
-            "other files. `python -m arcaligner.train.prepare_data` makes the files of the recipes."
+            f"There is no file {file}; paths are relative to the folder of the data, {data_dir or '.'!r}. Correct the "
+            "path or the folder: `data_dir` in a recipe, `--data-dir` on the command line. To make the files of the "
+            "recipes, run `python -m arcaligner.train.prepare_data`."
         )
     return file
 
@@ -92,7 +95,7 @@ def read_rows(path: str | Path) -> list[Row]:
         missing = [field for field in ROW_FIELDS if field not in row]
         if missing:
             raise ValueError(
-                f"{path}, line {number} has no {', '.join(missing)}; expected a row with {', '.join(ROW_FIELDS)}."
+                f"{path}, line {number} lacks {', '.join(missing)}; expected the keys {', '.join(ROW_FIELDS)}."
             )
         rows.append(row | normalized_row(row, number - 1, where=f"{path}, line {number}"))
     return rows
@@ -124,11 +127,11 @@ def normalized_row(row: dict, index: int, *, where: str) -> Row:
         passage = {"text": passage} if isinstance(passage, str) else checked(name, passage, dict, _PASSAGE)
         passages.append({key: checked(f"{name}.{key}", passage.get(key), str, "a string") for key in ("title", "text")})
     meta = checked("meta", row.get("meta"), dict, 'an object such as {"gold": [0]}')
-    gold = checked("meta.gold", meta.get("gold"), list, "numbers of passages, from 0")
+    gold = checked("meta.gold", meta.get("gold"), list, "a list of numbers of passages, such as [0]")
     if not all(number in range(len(passages)) for number in gold):
         raise ValueError(
-            f"{where}: `meta.gold` is {gold}; expected numbers of passages, from 0, and the row has {len(passages)} "
-            "passages. Correct the row."
+            f"{where}: `meta.gold` is {gold}; expected numbers of passages, counted from 0, in a row with "
+            f"{counted(len(passages), 'passage')}. Correct the row."
         )
     answers = [answer.strip() for answer in answers if answer.strip()]
     return {

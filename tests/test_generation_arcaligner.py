@@ -190,7 +190,7 @@ def test_threads_are_independent(model):
 NAN = float("nan")
 IMPOSSIBLE = {
     "gate_mode": (["sometimes"], "expected one of adaptive, off, always"),
-    "gate_threshold": ([0, 1.01, "0.5", NAN], "expected a probability above 0 and up to 1"),
+    "gate_threshold": ([0, 1.01, "0.5", NAN], "expected a probability above 0 and at most 1"),
     "max_refinement_steps": ([-1, 1.5], ".*whole number of at least 0"),
     "refinement_budget": ([-0.1, NAN, "10%", True], "expected a number of at least 0"),
 }

@@ -224,7 +224,7 @@ def test_late_gates_warn(model, processor, caplog):
     answer = model.generate(**inputs, **FIVE_TOKENS, gate_mode="off", max_refinement_steps=0)
     assert torch.equal(answer, plain)
     (message,) = caplog.messages
-    assert message.startswith("`gate_mode`, `max_refinement_steps` of `generate` cannot change slots")
+    assert message.startswith("`generate` ignores `gate_mode`, `max_refinement_steps`, because the slots are")
     fresh = processor(text="Who?", documents=ADA, return_tensors="pt")
     model.generate(**fresh, **FIVE_TOKENS, gate_mode="always")
     assert caplog.messages == [message]
@@ -326,7 +326,7 @@ def test_every_fingerprint_field_is_compared(model, processor, tmp_path):
     assert len(fingerprint) > 20
     assert torch.equal(load_keys_values(path, fingerprint, config), store._entries[path.stem])
     for field, value in fingerprint.items():
-        expected = f"`{field}` {json.loads(json.dumps(value))!r}; expected 'other'. Use what it was made with"
+        expected = f"`{field}` {json.loads(json.dumps(value))!r}; expected 'other'. A `PassageCache` that"
         with pytest.raises(ValueError, match=re.escape(expected)):
             load_keys_values(path, {**fingerprint, field: "other"}, config)
 
@@ -344,11 +344,11 @@ def save_again(path, fingerprint):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda path: path.write_bytes(path.read_bytes()[:100]), "cannot be read.*Delete the file"),
-        (lambda path: (path.unlink(), path.mkdir()), "cannot be read.*Delete the file"),
+        (lambda path: path.write_bytes(path.read_bytes()[:100]), "cannot be read.*replaces such a file"),
+        (lambda path: (path.unlink(), path.mkdir()), "cannot be read.*replaces such a file"),
         (lambda path: save_file(load_file(path), path), "format is None; expected 'arcaligner-passage-3'"),
         (lambda path: save_file(load_file(path), path, {"format": "x-0"}), "'x-0'; expected 'arcaligner-passage-3'"),
-        (lambda path: save_again(path, []), "prefix.safetensors cannot be read: its fingerprint is a list"),
+        (lambda path: save_again(path, []), "prefix.safetensors cannot be read: its fingerprint is of type list"),
         (lambda path: save_again(path, {"passages": "abc"}), "prefix.safetensors was made with `base_model` None"),
     ],
 )
@@ -388,5 +388,5 @@ def test_misfit_file_is_refused(saved):
     for change in ({"num_hidden_layers": 2}, {"num_key_value_heads": 1}, {"head_dim": 16}):
         with pytest.raises(ValueError, match="Load the file with the backbone that it was made for"):
             load_keys_values(saved, FINGERPRINT, backbone_config(**change))
-    with pytest.raises(ValueError, match="has 8 positions but the backbone llama supports at most 7"):
+    with pytest.raises(ValueError, match="has 8 positions, but the backbone `llama` supports at most 7"):
         load_keys_values(saved, FINGERPRINT, backbone_config(max_position_embeddings=7))

@@ -148,15 +148,17 @@ def test_refusal_requirements(ask, model, processor):
     row = ROW | {"question": QUESTION * 2}
     for option in ({"prompt_lookup_num_tokens": 4}, {"guidance_scale": 1.5}):  # the first run has more ids
         assert "confidence" not in ask(row, return_slots=True, **option)[0]["statistics"]
-        refused(f"`min_confidence` is 0.5, but answerability cannot be computed with `{[*option][0]}`", **option)
+        refused(
+            f"`min_confidence` is 0.5, but answerability cannot be computed in a call with `{[*option][0]}`", **option
+        )
     refused("cannot be combined with `streamer`", streamer="any")
     refused("cannot be combined with `return_tensors`", return_tensors=True)
     ask.processor.no_answer = None
-    refused("`no_answer` is None; expected a text")
+    refused("`no_answer` of the processor is None; expected a string")
     ask.processor = processor
     model.set_answerability_layers(None)
     assert "confidence" not in ask(ROW, return_slots=True)[0]["statistics"]
-    refused("`min_confidence` needs an aligner with a fitted answerability head")
+    refused("`min_confidence` needs an answerability head")
 
 
 # Selected passages
@@ -472,10 +474,10 @@ def test_unwatchable_weights_cache_nothing(separate, ask_independent, caplog):
     expected, linear = ask_independent(QUESTION, documents=PASSAGES), separate[0].lm_head
     linear.weight = Int8Parameter(linear.weight)
     assert ask_independent(QUESTION, documents=PASSAGES) == expected
-    assert "`lm_head.weight` is of type Int8Parameter" in caplog.text and "are not cached" in caplog.text
+    assert "`lm_head.weight` is of type Int8Parameter" in caplog.text and "cannot be cached" in caplog.text
     store = separate[0].passage_cache(separate[1])
     assert [store.prepare(QUESTION, PASSAGES[:2]).num_cached for _ in range(2)] == [[0], [0]] and len(store) == 0
-    with pytest.raises(ValueError, match="`lm_head.weight` is of type Int8Parameter .* are not cached"):
+    with pytest.raises(ValueError, match="`lm_head.weight` is of type Int8Parameter .* cannot be cached"):
         store.precompute(QUESTION, PASSAGES[:2])
 
 
@@ -483,11 +485,11 @@ def test_unrankable_passages_are_refused(model, fitted, cache, ask, ask_independ
     for most in (1, 9):
         with pytest.raises(ValueError, match="no user message"):
             ask_independent([{"role": "assistant", "content": "Hi."}], documents=PASSAGES, max_passages=most)
-    with pytest.raises(ValueError, match="^Scoring passages needs .* is 'joint'. Use an aligner with .separate.\\.$"):
+    with pytest.raises(ValueError, match="^Scoring passages needs .* has 'joint'. Use another aligner\\.$"):
         score_passages(model.passage_cache(fitted), ["Who?"], [PASSAGES])
-    with pytest.raises(ValueError, match="^`max_passages=1` needs .* is 'joint'. .*, or leave out `max_passages`"):
+    with pytest.raises(ValueError, match="^`max_passages=1` needs .* has 'joint'. .*, or leave out `max_passages`"):
         ask(ROW, max_passages=1)
     embeds, numbers = torch.ones(3, fitted.encoder_hidden_size), torch.tensor([0, 1, 0])
     for use in (score_passages, type(cache).prepare):
-        with pytest.raises(ValueError, match="expected the slots of a passage to be adjacent"):
+        with pytest.raises(ValueError, match="the slots of a passage are not adjacent"):
             use(cache, ["Who?"], context_embeds=[embeds], context_passage_ids=[numbers])

@@ -117,7 +117,7 @@ def test_moved_passages_record_no_attentions():
     model = tiny_aligner("llama", passage_attention="separate", passage_alignment="end")
     model.set_attn_implementation("eager")
     batch = for_generate(collate(random_rows(model, [3], contiguous=True)))
-    with pytest.raises(ValueError, match="one forward pass cannot record both"):
+    with pytest.raises(ValueError, match="attentions cannot be recorded with"):
         model(**batch, context_passage_ids=torch.tensor([[0, 0, 1]]), output_attentions=True)
 
 
@@ -150,7 +150,7 @@ def test_other_alignment_is_warned_about(tmp_path, caplog):
     ArcAlignerConfig.from_pretrained(tmp_path)
     assert "is loaded with" not in caplog.text
     ArcAlignerConfig.from_pretrained(tmp_path, passage_alignment="start")
-    assert "was saved with `passage_alignment` 'end' and is loaded with 'start'" in caplog.text
+    assert "was trained with `passage_alignment='end'` and is loaded with 'start'" in caplog.text
 
 
 def test_alignments_differ(independent_processor, model, monkeypatch):
@@ -309,7 +309,7 @@ def test_broken_file_is_recomputed(independent_processor, model, tmp_path, caplo
     store = model.passage_cache(independent_processor, folder=tmp_path)
     assert_answers(store, ["Who?"], documents=[PASSAGES])
     (message,) = caplog.messages
-    assert path.name in message and "not those that were saved" in message
+    assert path.name in message and "changed after they were saved" in message
     assert (store.loads, store.misses) == (2, 1)
     torch.testing.assert_close(load_file(path)["keys_values"], kept)
 
@@ -324,7 +324,7 @@ def test_full_disk_loses_no_answer(independent_processor, model, tmp_path, monke
     monkeypatch.setattr("arcaligner.kv_cache_arcaligner.save_file", save)
     store = model.passage_cache(independent_processor, max_bytes=0, folder=tmp_path)
     assert_answers(store, ["Who?"], documents=[PASSAGES])
-    assert "No space left on device" in caplog.text and "will be computed again" in caplog.text
+    assert "No space left on device" in caplog.text and "are computed again" in caplog.text
     assert len(list(tmp_path.iterdir())) == 2
     store.prepare("Who?", PASSAGES)
     assert (store.loads, store.misses) == (1, 5)
@@ -347,8 +347,8 @@ def test_wrong_passage_ids_are_refused(model):
         (torch.tensor([[0, 1, 0, 1]]), "never decrease"),
         (-TWO, "of at least 0"),
         (TWO[:, :2], "of shape \\(1, 4\\)"),
-        (TWO.float(), "expected whole numbers"),
-        (TWO.tolist(), "is list; expected whole numbers"),
+        (TWO.float(), "expected an int64 tensor"),
+        (TWO.tolist(), "is of type list; expected an int64 tensor"),
     ]:
         with pytest.raises(ValueError, match=message):
             model(**four_slots(model, contiguous=True), context_passage_ids=numbers)
@@ -356,23 +356,27 @@ def test_wrong_passage_ids_are_refused(model):
 
 def test_unsupported_independence_is_refused(model, processor, independent_processor, monkeypatch):
     """Settings that independent passages do not support are refused with the reason."""
-    with pytest.raises(ValueError, match="There is text between the slots"):
+    with pytest.raises(ValueError, match="`input_ids` has text between the slots"):
         model(**four_slots(model, seed=3), context_passage_ids=TWO)
     for backbone in ("mistral_window", "gemma2"):
         other = aligner_for(processor, backbone, passage_attention="separate")
         inputs = four_slots(other, contiguous=True)
-        with pytest.raises(ValueError, match="have a sliding window.*Use 'joint'"):
+        with pytest.raises(ValueError, match="have a sliding window.*`passage_attention='joint'`"):
             other(**inputs, context_passage_ids=TWO)
         other(**inputs)  # one passage
         store = other.passage_cache(independent_processor)
-        with pytest.raises(ValueError, match="have a sliding window.*Use 'joint', or pass one passage"):
+        with pytest.raises(
+            ValueError, match="have a sliding window.*`passage_attention='joint'`, or pass only one passage"
+        ):
             store.prepare("Who?", PASSAGES)
         assert store.misses == 0  # reported before anything is computed
         store.prepare("Who?", PASSAGES[:1])
-    with pytest.raises(ValueError, match="`passage_attention` is 'separate' in the model and 'joint' in the processor"):
+    with pytest.raises(
+        ValueError, match="`passage_attention` is 'separate' in the model, but 'joint' in the processor"
+    ):
         model.passage_cache(processor)
     monkeypatch.setattr(model.config.text_config, "_attn_implementation", "flash_attention_2")
-    with pytest.raises(ValueError, match="attention `flash_attention_2` takes no mask"):
+    with pytest.raises(ValueError, match="attention kernel `flash_attention_2` does not accept a mask"):
         model(**four_slots(model, contiguous=True), context_passage_ids=TWO)
 
 
@@ -381,16 +385,16 @@ def test_context_limits_of_passages(independent_processor, store):
     words = "He is tall. " * 50  # a slot each
     inputs, *_ = assert_answers(store, ["Who?"], documents=[[words + str(number) for number in range(6)]])
     assert inputs["input_ids"].shape[1] > 300
-    with pytest.raises(ValueError, match="room for 262"):
+    with pytest.raises(ValueError, match="limit is 262 per passage"):
         chat_inputs(independent_processor, "Who?", [words * 6])
 
 
 def test_long_question_is_refused(store):
     """A question too long for the longest cached passage is refused, and nothing is computed."""
     store.prepare("Who?", PASSAGES)
-    with pytest.raises(ValueError, match="The prompt has .* positions but the backbone llama supports at most 300"):
+    with pytest.raises(ValueError, match="The prompt has .* positions, but the backbone `llama` supports at most 300"):
         store.prepare("Who? " * 150, PASSAGES)
-    with pytest.raises(ValueError, match=r"^Passage 4 needs \d+ slots, but there is only room for \d+ with the"):
+    with pytest.raises(ValueError, match=r"^Passage 4 needs \d+ slots, but with the question the limit is \d+"):
         store.prepare("Who?", [*PASSAGES, " ", "He is tall. " * 300])
     with pytest.raises(ValueError, match="^Passage 1 of question 1 needs 300 slots"):
         store.prepare(["Who?", "When?"], [PASSAGES, ["Short.", "He is tall. " * 300]])
@@ -407,7 +411,7 @@ def test_joint_checkpoint_run_separately(processor, tmp_path, caplog):
     for _ in range(2):
         assert config.from_pretrained(tmp_path, passage_attention="separate").passage_attention == "separate"
     (message,) = caplog.messages
-    assert "was saved with `passage_attention` 'joint' and is loaded with 'separate'" in message
+    assert "was trained with `passage_attention='joint'` and is loaded with 'separate'" in message
     assert config.from_pretrained(tmp_path).passage_attention == "joint"  # the file says how it was trained
 
 
@@ -510,10 +514,10 @@ def test_question_pieces_keep_prior(model, store, monkeypatch):
 @pytest.mark.parametrize(
     ("prior", "message"),
     [
-        (torch.zeros(1, 2), "expected floating-point numbers of shape"),
-        (torch.zeros(2, 3), "expected floating-point numbers of shape"),
-        (torch.zeros(1, 3, dtype=torch.long), r"torch.int64 of shape \(1, 3\); expected floating-point"),
-        (torch.tensor([[0.0, float("nan"), 0.0]]), "infinite numbers or NaN"),
+        (torch.zeros(1, 2), "expected a floating-point tensor of shape"),
+        (torch.zeros(2, 3), "expected a floating-point tensor of shape"),
+        (torch.zeros(1, 3, dtype=torch.long), r"torch.int64 and shape \(1, 3\); expected a floating-point"),
+        (torch.tensor([[0.0, float("nan"), 0.0]]), "NaN or infinite numbers"),
     ],
 )
 def test_mismatched_priors_are_refused(independent_processor, model, prior, message):
@@ -521,12 +525,12 @@ def test_mismatched_priors_are_refused(independent_processor, model, prior, mess
     with pytest.raises(ValueError, match=message):
         model.generate(**inputs, **FIVE_TOKENS, passage_prior=prior)
     del inputs["context_passage_ids"]
-    with pytest.raises(ValueError, match="needs `context_passage_ids`"):
+    with pytest.raises(ValueError, match="without `context_passage_ids`"):
         model.generate(**inputs, **FIVE_TOKENS, passage_prior=torch.zeros(1, 3))
 
 
 def test_short_priors_are_refused(store):
-    with pytest.raises(ValueError, match="2 numbers for a question with 3 passages"):
+    with pytest.raises(ValueError, match="a list of length 2 for a question with 3 passages"):
         store.prepare("Who?", PASSAGES, passage_prior=[[0.0, 0.0]])
-    with pytest.raises(ValueError, match="for 2 questions; expected 1"):
+    with pytest.raises(ValueError, match="has the length 2; expected 1"):
         store.prepare("Who?", PASSAGES, passage_prior=[[0.0] * 3] * 2)

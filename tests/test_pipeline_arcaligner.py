@@ -135,14 +135,14 @@ def test_missing_template_uses_plain_prompt(ask, model, processor):
     [
         ({"question": 3, "documents": DOCUMENTS}, {}, "`question` of type int"),
         ({"query": "Who?"}, {}, "`query` of type str"),
-        ({"messages": CHAT, "context": "It was Ada.", "id": 1}, {}, "no `documents` but `context`, `id`"),
-        ({"question": QUESTION}, {}, "no `documents`; expected .* or an empty list"),
+        ({"messages": CHAT, "context": "It was Ada.", "id": 1}, {}, "no `documents`, but `context`, `id`"),
+        ({"question": QUESTION}, {}, "no `documents`. Pass .* an empty list"),
         ([ROWS[0], {"question": QUESTION, "documents": 5}], {"batch_size": 2}, r"`documents` of row \d is 5; expected"),
         ([ROWS[0], 7], {"batch_size": 2}, "An input is of type int"),
         (
             {"question": "Who? " * 600, "documents": ["One."]},
             {},
-            "need 1 slots, but there is only room for 0 .* a shorter",
+            "need 1 slot, but with the question the limit is 0. Pass a shorter",
         ),
         (CHAT, {"documents": [DOCUMENTS]}, "Document 0 is of type list"),
         ([{"role": "system", "content": "x"}], {"documents": DOCUMENTS}, "no user message"),
@@ -158,9 +158,9 @@ NAN = float("nan")
 SETTINGS = {
     "max_slots": ([0, -1, 1.5, "3", True, NAN], "expected a whole number of at least 1"),
     "max_passages": ([0, -1, 1.5, True, "2"], "expected a whole number of at least 1"),
-    "tokens_per_slot": ([0, -1, 2.5, "sentence", True, [4]], "expected a whole number of tokens of at least 1"),
+    "tokens_per_slot": ([0, -1, 2.5, "sentence", True, [4]], "expected a whole number of tokens, at least 1"),
     "min_confidence": ([-0.1, 1.5, "0.5", True, NAN], "expected a number from 0 to 1"),
-    "copy_bonus": ([-1, True, "6", float("inf"), NAN], "expected a number of at least 0"),
+    "copy_bonus": ([-1, True, "6", float("inf"), NAN], "expected a finite number of at least 0"),
 }
 
 

@@ -106,12 +106,12 @@ def first_half(ids):
 
 
 INFINITE, NAN = float("inf"), float("nan")
-NOT_SAVED = "is not the file that was saved with the aligner"
+NOT_SAVED = "was changed after the aligner was saved"
 # Name of a change -> the file, the change, and the error. Those in `CHECKABLE` are also refused without digests;
 # changed weights of `FULL`, a checkpoint with its base model, get the same errors.
 CHECKABLE = {
-    "encoder cut": (ADAPTER, "cut", "adapter_model.safetensors cannot be read.*download it again"),
-    "encoder gone": (ADAPTER_CONFIG, None, "lacks encoder/adapter_config.json"),
+    "encoder cut": (ADAPTER, "cut", "adapter_model.safetensors cannot be read.*Download it again"),
+    "encoder gone": (ADAPTER_CONFIG, None, "has no encoder/adapter_config.json"),
     "encoder with NaN": (ADAPTER, with_value("lora_A", NAN), "adapter_model.safetensors"),
     "encoder's settings broken": (ADAPTER_CONFIG, "{", "adapter_config.json"),
     "encoder's rank": (ADAPTER_CONFIG, fields(r=3), "adapter_config.json"),
@@ -119,25 +119,25 @@ CHECKABLE = {
     "fewer gates": (CONFIG, fields(gate_layers=[0]), "`gate_layers`"),
     "a wrong type": (CONFIG, fields(lora_alpha="48"), "lora_alpha"),
     "a stranger's weight": (WEIGHTS, fields(**{"foo.weight": torch.ones(2)}), "foo.weight"),
-    "half of the aligner": (WEIGHTS, without("lora_B"), "is incomplete: .* aligner weights"),
+    "half of the aligner": (WEIGHTS, without("lora_B"), "lacks .* aligner weights"),
     "aligner cut": (WEIGHTS, "cut", "model.safetensors cannot be read"),
-    "aligner infinite": (WEIGHTS, with_value("projector.up", INFINITE), "1 of .* values in `model.projector.up"),
+    "aligner infinite": (WEIGHTS, with_value("projector.up", INFINITE), "infinite values in `model.projector.up"),
     "fewer words": (TOKENIZER, within("model", within("vocab", first_half)), f"tokenizer.json {NOT_SAVED}"),
     "tokenizer broken": (TOKENIZER, "[]", "tokenizer.json"),
 }
 BOUND = {
     "encoder zeroed": (ADAPTER, lambda lora: {name: 0 * value for name, value in lora.items()}, f"model.*{NOT_SAVED}"),
     "encoder's lora_alpha": (ADAPTER_CONFIG, fields(lora_alpha=99), f"adapter_config.json {NOT_SAVED}"),
-    "template gone": (TEMPLATE, None, "lacks chat_template.jinja"),
+    "template gone": (TEMPLATE, None, "has no chat_template.jinja"),
     "another template": (TEMPLATE, "{{ messages }}", f"chat_template.jinja {NOT_SAVED}"),
-    "aligner's value": (WEIGHTS, with_value("lora_B", 0.125), "weights in .* do not match their digest"),
-    "a base model promised": (CONFIG, fields(includes_base_model=True), "has to contain its base model"),
+    "aligner's value": (WEIGHTS, with_value("lora_B", 0.125), "weights of the aligner in .* do not match"),
+    "a base model promised": (CONFIG, fields(includes_base_model=True), "should contain its base model"),
 }
 FULL = {
-    "a weight gone": (WEIGHTS, without("layers.1.mlp.up_proj.base_layer"), "lacks 1 weights of a llama .first: .*up_p"),
-    "a weight more": (WEIGHTS, fields(**{"foo.weight": torch.ones(2)}), "do not belong to a llama .first: `foo.wei"),
-    "base model with NaN": (WEIGHTS, with_value("input_layernorm", NAN), "1 of .* values in .* are NaN or infinite"),
-    "LoRA of a layer more": (WEIGHTS, with_surplus_lora, "has 1 aligner weights"),
+    "a weight gone": (WEIGHTS, without("layers.1.mlp.up_proj.base_layer"), "lacks weights of .* `llama`, first .*up_p"),
+    "a weight more": (WEIGHTS, fields(**{"foo.weight": torch.ones(2)}), "not belong to .* `llama`, first `foo.weight"),
+    "base model with NaN": (WEIGHTS, with_value("input_layernorm", NAN), "has NaN or infinite values in .*1 of"),
+    "LoRA of a layer more": (WEIGHTS, with_surplus_lora, "has aligner weights that do not fit"),
     "a base model denied": (CONFIG, fields(includes_base_model=False), "saved without a base model"),
 }
 
@@ -169,7 +169,7 @@ def test_older_checkpoints_load(saved, folder, tmp_path):
 def test_mixed_trainings_are_refused(folder, saved, names):
     for name in names:
         shutil.copy(saved["other"] / name, folder / name)
-    with pytest.raises(ValueError, match="saved with|do not match their digest"):
+    with pytest.raises(ValueError, match="after the aligner was saved|do not match their digest"):
         load(folder)
 
 
@@ -265,7 +265,7 @@ def test_changed_base_weights_warn(folder, tmp_path, caplog):
     model.save_pretrained(tmp_path / "whole", save_base_model=True)
     assert "base model are not" not in caplog.text
     model.save_pretrained(tmp_path / "alone")
-    assert f"1 weights of the base model have changed since they were loaded (first: `{name}`)" in caplog.text
+    assert f"Weights of the base model have changed since they were loaded, first `{name}` (1 in all)" in caplog.text
 
 
 def test_resized_embeddings_are_refused(folder, tmp_path):

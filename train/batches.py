@@ -53,7 +53,7 @@ class TokenBatches(Sampler[list[tuple[int, int | str]]]):
         longest = max(int(sizes.max()) for sizes in lengths.values())
         if longest > batch_tokens:
             raise ValueError(
-                f"`batch_tokens` is {batch_tokens}, but the longest example takes {longest} positions. Raise "
+                f"`batch_tokens` is {batch_tokens}, but the longest example has {longest} positions. Raise "
                 "`batch_tokens`, or lower `max_tokens`."
             )
         self.lengths, self.compressions, self.batch_tokens = lengths, compressions, batch_tokens

@@ -41,7 +41,7 @@ from .batches import padded
 from .examples import choose_template, missing_part, open_corpus
 from .prompts import IndependentText, passages_text, text_prompt
 from .recipe import TextTrainingConfig, run_script, with_help
-from .run import claim_folder, last_checkpoint
+from .run import claim_folder, last_checkpoint, preparation
 
 logger = logging.getLogger(__name__)
 
@@ -59,13 +59,13 @@ class CocomArguments:
         model_name_or_path (`str`): The base model.
         train_file (`str`): Rows with questions or, if `asks` is false, with passages; a source as in `common/rows.py`.
         max_train_samples (`int`): Number of shuffled rows to train on.
-        start_from (`str`, *optional*): Folder of a finished run to start from.
-        asks (`bool`): Whether the target is an answer. If not, it is the text of the passages.
-        tokens_per_slot (`int`): Tokens for each compression token.
-        data_dir (`str`): Folder of a data file with a relative path.
-        max_tokens (`int`): Rows with longer passages are left out.
+        start_from (`str`, *optional*): Folder of a finished run whose weights this run starts from.
+        asks (`bool`): Whether the model learns to answer questions. If false, it learns to repeat the passages.
+        tokens_per_slot (`int`): Number of tokens that a compression token replaces.
+        data_dir (`str`): Folder that a relative path of the data file refers to.
+        max_tokens (`int`): Maximum number of tokens of the passages of a row; rows with more are left out.
         lora_r (`int`), lora_alpha (`int`): Rank and scale of the LoRA on all linear layers.
-        dtype (`str`): The dtype of the frozen backbone; what is trained is always float32.
+        dtype (`str`): The dtype of the frozen backbone; the trained weights are always float32.
         attn_implementation (`str`, *optional*): transformers' name of an attention kernel.
     """
 
@@ -84,7 +84,7 @@ class CocomArguments:
 
     def __post_init__(self):
         if self.tokens_per_slot < 1:
-            raise ValueError(f"`tokens_per_slot` is {self.tokens_per_slot}; expected at least 1.")
+            raise ValueError(f"`tokens_per_slot` is {self.tokens_per_slot}; expected a number of at least 1.")
 
     @property
     def sources(self) -> list[str]:
@@ -212,8 +212,8 @@ def tokenize(row: Row, tokenizer, asks: bool) -> dict[str, Any]:
     conversation = tokenizer.apply_chat_template(messages, tokenize=False)
     if not conversation.startswith(prompt):
         raise ValueError(
-            f"Row {row['id']}: the conversation {conversation!r} does not begin with its prompt {prompt!r}, so the "
-            "answer cannot be separated from the prompt. Choose another `chat_template_path`."
+            f"The chat template writes the prompt of row {row['id']} differently if an answer follows, so the answer "
+            "cannot be separated from the prompt. Choose another `chat_template_path`."
         )
 
     def ids_of(text: str) -> list[int]:
@@ -241,8 +241,8 @@ def build_dataset(recipe: CocomArguments, tokenizer, seed: int) -> datasets.Data
     )
     if not examples:
         raise ValueError(
-            f"{recipe.train_file} has no usable row: expected passages of at most {recipe.max_tokens} tokens in all, "
-            "and a question with an answer if `asks` is true. Raise `max_tokens`, or choose another `train_file`."
+            f"{recipe.train_file} has no usable row; expected passages of at most {recipe.max_tokens} tokens in all "
+            "and, if `asks` is true, a question with an answer. Raise `max_tokens`, or choose another `train_file`."
         )
     return datasets.Dataset.from_list(examples)
 
@@ -287,20 +287,23 @@ def train(recipe: CocomArguments, args: TextTrainingConfig, settings: str) -> No
     `run_settings`."""
     with claim_folder(args.output_dir, settings, is_main=args.process_index == 0):
         if Path(args.output_dir, CONFIG_NAME).exists():
-            logger.info("%s is a finished run; delete the folder to train it again", args.output_dir)
+            logger.info("the run in %s is finished; delete this folder to train again", args.output_dir)
             return
         model_path = resolve_model(recipe.model_name_or_path)
         tokenizer = AutoTokenizer.from_pretrained(model_path)
         if args.chat_template_path is not None:
             tokenizer.chat_template = Path(args.chat_template_path).read_text(encoding="utf-8")
+        with preparation():
+            train_dataset = build_dataset(recipe, tokenizer, args.seed)
         set_seed(args.seed)
         kernel = {"dtype": recipe.dtype, "attn_implementation": recipe.attn_implementation}
-        model = start_model(recipe, AutoModelForCausalLM.from_pretrained(model_path, **kernel))
+        with preparation():
+            model = start_model(recipe, AutoModelForCausalLM.from_pretrained(model_path, **kernel))
         args.remove_unused_columns = False
         trainer = Trainer(
             model,
             args=args,
-            train_dataset=build_dataset(recipe, tokenizer, args.seed),
+            train_dataset=train_dataset,
             data_collator=CocomCollator(tokenizer.pad_token_id or 0, recipe.tokens_per_slot),
         )
         trainer.train(resume_from_checkpoint=last_checkpoint(args.output_dir))

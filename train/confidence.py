@@ -87,7 +87,7 @@ def last_states(
     order = by_length(rows)
     states = np.zeros((len(rows), len(layers) * model.config.text_config.hidden_size), dtype=np.float32)
     for start in tqdm(
-        range(0, len(order), BATCH), desc=f"hidden states, tokens_per_slot={tokens_per_slot}", leave=False
+        range(0, len(order), BATCH), desc=f"computing hidden states, tokens_per_slot={tokens_per_slot}", leave=False
     ):
         numbers = order[start : start + BATCH]
         inputs = slot_inputs(processor, [rows[number] for number in numbers], tokens_per_slot=tokens_per_slot)
@@ -135,7 +135,7 @@ def fit_answerability(
     rows = partly_unanswerable(recipe, number_held_out, share=0.2)
     is_answered = np.array([row["is_answered"] for row in rows])
     odds = [last_states(model, processor, rows, compression, layers) @ weight + bias for compression in compressions]
-    progress = tqdm(rows, desc="late-interaction scores", leave=False)
+    progress = tqdm(rows, desc="computing late-interaction scores", leave=False)
     match = np.array([maxsim_score(processor, row["question"], row["passages"]) for row in progress])
     scale, offset = calibrate(np.tile(is_answered, len(compressions)), np.concatenate(odds))
     odds, has_words = [scale * row_odds + offset for row_odds in odds], ~np.isnan(match)
@@ -210,13 +210,15 @@ def fit_likelihood(
 
 
 def main(
-    recipe: Annotated[Path, typer.Option(help="Recipe file of a stage, for its data and held-out articles.")],
-    aligner: Annotated[Path, typer.Option(help="Folder of the aligner. The fitted heads are saved in it.")],
+    recipe: Annotated[Path, typer.Option(help="Recipe file of a stage, whose data and held-out articles are used.")],
+    aligner: Annotated[Path, typer.Option(help="Folder of the aligner, in which the fitted heads are saved.")],
     number: Annotated[int, typer.Option("-n", help="Number of training questions.")] = 20_000,
     held_out: Annotated[int, typer.Option(help="Number of held-out questions.")] = 1000,
-    data_dir: Annotated[str | None, typer.Option(help="Folder of the data. Default: the recipe's.")] = None,
+    data_dir: Annotated[
+        str | None, typer.Option(help="Folder of the data files. Default: `data_dir` of the recipe.")
+    ] = None,
     keep_head: Annotated[
-        bool, typer.Option("--keep-head", help="Keep the answerability head. Fit only the answer likelihood.")
+        bool, typer.Option("--keep-head", help="Keep the answerability head, and fit only the answer likelihood.")
     ] = False,
 ) -> None:
     """Fit two estimates: the answerability (do the passages contain an answer?) and the answer likelihood (is the
@@ -235,12 +237,12 @@ def main(
     names = ("refused", "wrongly refused", "AUROC")
     cells = [[compression, *(f"{measured[name]:.3g}" for name in names)] for compression, measured in results.items()]
     columns = ["tokens per slot", "abstained, %", "wrongly abstained, %", "AUROC of answerable questions"]
-    threshold = f"Below this answerability the aligner abstains: {model.config.answerability_threshold}"
+    threshold = f"Recommended `min_confidence`: {model.config.answerability_threshold}"
     typer.echo("\n".join([*markdown_table(columns, cells), "", threshold, ""]))
-    columns = ["answers with the highest estimate", "F1 by answerability", "F1 by answer likelihood"]
+    columns = ["share of the answers, the highest estimates first", "F1 by answerability", "F1 by answer likelihood"]
     typer.echo("\n".join(markdown_table(columns, curve)))
     if had_multihop_head and model.multihop_head is None:
-        typer.echo("The multi-hop head was removed. Fit it again with `python -m arcaligner.train.multihop`.")
+        typer.echo("The multi-hop head was removed. Fit another one with `python -m arcaligner.train.multihop`.")
 
 
 if __name__ == "__main__":

@@ -162,12 +162,14 @@ def open_corpus(
         else:
             dataset = datasets.load_dataset(path, options["name"], split=options["split"])
     except (DatasetGenerationError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error.__cause__ or error}") from error
+        reason = str(error.__cause__ or error)
+        names_line = reason.startswith(f"{path}, line ")
+        raise ValueError(reason if names_line else f"{path} cannot be read: {reason}") from error
     columns = set(dataset.column_names)
     if asks and "question" not in columns:
         raise ValueError(
-            f"{source} has no questions, which stages II and III need. Expected the fields "
-            f"{', '.join(ROW_FIELDS)}, or rows of HotpotQA. Choose another source."
+            f"{source} has no questions, which stages II and III need; expected the keys {', '.join(ROW_FIELDS)}, or "
+            "rows of HotpotQA. Choose another source."
         )
     is_text = _are_texts(columns)
     if "passages" in columns:
@@ -203,9 +205,9 @@ def _check_columns(source: str, columns: Collection[str], options: dict[str, str
     """Raises `ValueError` for a data set of texts without the columns that the source names."""
     if missing := [options[key] for key in ("text", "title") if options[key] and options[key] not in columns]:
         raise ValueError(
-            f"{source} has the columns {sorted(columns)}, but not {missing}. Expected "
-            f"{', '.join(ROW_FIELDS)}, or the columns of HotpotQA, or a column of texts. If the texts are in another "
-            "column, append its name to the source: `?text=body` for the column `body`."
+            f"{source} has the columns {', '.join(sorted(columns))}, but not {', '.join(missing)}; expected "
+            f"{', '.join(ROW_FIELDS)}, those of HotpotQA, or a column of texts. Append the name of this column to the "
+            "source, such as `?text=body` for the column `body`."
         )
 
 
@@ -301,8 +303,8 @@ def open_part(
         corpus = corpus.select(numbers)
     if not len(corpus):
         raise ValueError(
-            f"{source} has no row to {'validate with' if held_out else 'train on'} if `validation_share` is {share}. "
-            "Change the share, or choose other files."
+            f"`validation_share` is {share}, which leaves no row of {source} for "
+            f"{'validation' if held_out else 'training'}. Change `validation_share`, or choose other files."
         )
     return corpus
 
@@ -495,8 +497,8 @@ class ExampleBuilder:
         for row_id, prompt, conversation, prompt_ids, conversation_ids in rows:
             if prompt[0] != conversation[0] or conversation_ids[: len(prompt_ids)] != prompt_ids:
                 raise ValueError(
-                    f"Row {row_id}: the conversation {conversation!r} does not begin with its prompt {prompt!r}, so "
-                    "the target cannot be separated from the prompt. Choose another `chat_template_path`."
+                    f"The chat template writes the prompt of row {row_id} differently if an answer follows, so the "
+                    "answer cannot be separated from the prompt. Choose another `chat_template_path`."
                 )
             target = self._end_of_turn(conversation_ids[len(prompt_ids) :])
             turn = {"input_ids": prompt_ids + target, "labels": [-100] * len(prompt_ids) + target}
@@ -578,7 +580,9 @@ class ExampleSelector:
             held_out (`bool`): Whether rows of the validation part are taken, rather than the others.
         """
         if not sources or any(weight <= 0 for weight in sources.values()):
-            raise ValueError(f"Files and their weights are {sources}; expected at least one, with positive weights.")
+            raise ValueError(
+                f"The data files and their weights are {sources}; expected at least one file, and weights above 0."
+            )
         total = sum(sources.values())
         shares = {source: weight / total for source, weight in sources.items()}
         examples, left_out = {}, {}
@@ -589,16 +593,21 @@ class ExampleSelector:
         size = (max if oversample else min)(len(examples[source]) / share for source, share in shares.items())
         if max_examples is not None and size < max_examples - len(sources):
             logger.warning(
-                "%s: they have only %d of the %d examples that the recipe asks for.", list(sources), size, max_examples
+                "%s: there are only %d of the %d examples that the recipe asks for.",
+                ", ".join(sources),
+                size,
+                max_examples,
             )
         counts = {source: round(size * share) for source, share in shares.items()}
         empty = [source for source in sources if not len(examples[source])]
         if empty or not sum(counts.values()):
             reasons = [self._why_empty(source, left_out[source]) for source in empty if left_out[source]]
+            number = "all" if max_examples is None else max_examples
+            limits = f"`max_tokens`: {self.builder.max_tokens}, number of examples: {number}"
             raise ValueError(
                 " ".join(reasons)
-                or f"No examples in {list(sources)}: {max_examples=}, max_tokens={self.builder.max_tokens}. Raise the "
-                "limits or choose other files."
+                or f"No examples can be made from {', '.join(sources)} ({limits}). Raise these numbers, or choose "
+                "other files."
             )
         if oversample:
             examples = {source: self._repeat(source, examples[source], counts[source]) for source in sources}
@@ -614,12 +623,12 @@ class ExampleSelector:
             again, _ = dataclasses.replace(self, seed=self.seed + len(passes))._take(source, missing, held_out=False)
             if not len(again):
                 raise ValueError(
-                    f"No row of {source} can be used a second time: with other distractors, all examples are too "
-                    "long. Raise `max_tokens`, or set `oversample` to false."
+                    f"No row of {source} can be used again, because all examples with other distractors are too long. "
+                    "Raise `max_tokens`, or set `oversample` to false."
                 )
             passes.append(again)
         if len(passes) > 1:
-            logger.info("%s: rows are used %d times for %d examples", source, len(passes), number)
+            logger.info("%s: rows are used up to %d times to make %d examples", source, len(passes), number)
         return datasets.concatenate_datasets(passes)
 
     def _why_empty(self, source: str, left_out: dict[str, list[str]]) -> str:
@@ -627,9 +636,17 @@ class ExampleSelector:
         problems = ", ".join(f"{len(ids)} {problem}" for problem, ids in left_out.items())
         path = find_file(parse_source(source)[0], self.recipe.data_dir)
         if not (path.endswith(JSON_LINES) and any(problem.startswith("without") for problem in left_out)):
-            return f"No examples in {source}: {problems}."
+            advice = (
+                "Raise `max_tokens`"
+                if any(problem.startswith("longer") for problem in left_out)
+                else "Complete the rows"
+            )
+            return f"No examples in {source}: {problems}. {advice}, or choose another file."
         keys = list(next(read_json_lines(path)))
-        return f"No examples in {source}: {problems}. Its first row has the keys {keys}; expected {list(ROW_FIELDS)}."
+        return (
+            f"No examples in {source}: {problems}. The keys of its first row are {', '.join(keys)}; expected "
+            f"{', '.join(ROW_FIELDS)}. Correct the rows, or choose another file."
+        )
 
     def preview(self, source: str) -> tuple[int, list[int]]:
         """An estimate of the number of examples of a source, and the lengths of those in its first block."""
@@ -674,7 +691,7 @@ class ExampleSelector:
                 bar.update(min(ROWS_PER_BLOCK, len(order) - start))
         examples = datasets.concatenate_datasets(blocks)
         examples = examples.select(range(min(len(examples), len(examples) if quota is None else quota)))
-        logger.info("%s: %d examples", source, len(examples))
+        logger.info("%s: %s", source, counted(len(examples), "example"))
         for problem, row_ids in left_out.items():
             first = printable(", ".join(row_ids[:NAMED_ROWS])) + (", ..." if len(row_ids) > NAMED_ROWS else "")
             logger.warning("%s: left out %s %s; row ids: %s", source, counted(len(row_ids), "example"), problem, first)
@@ -706,12 +723,12 @@ class ExampleSelector:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OSError(
-                f"Tokenized examples cannot be cached in {folder} ({error}). Choose a folder that you may write to, as "
-                "`examples_cache_dir` in the recipe or with the environment variable ARCALIGNER_CACHE."
+                f"Tokenized examples cannot be cached in {folder} ({error}). Set `examples_cache_dir` in the recipe, "
+                "or the environment variable ARCALIGNER_CACHE, to a folder that you may write to."
             ) from error
         path = folder / f"{Hasher.hash((settings, groups))}.arrow"
         if path.exists() and not _is_complete(path):
-            logger.warning("%s, a file of cached examples, is truncated. Its examples are made again.", path)
+            logger.warning("%s, a file of cached examples, is truncated. These examples are made again.", path)
             path.unlink()
         if not path.exists():
             table = makers.make(groups)

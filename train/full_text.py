@@ -34,7 +34,7 @@ from .distractors import NearestPassages
 from .examples import missing_part, open_corpus
 from .prompts import IndependentText, full_text, question_prompt, text_prompt
 from .recipe import TextTrainingConfig, run_script, with_help
-from .run import claim_folder, last_checkpoint
+from .run import claim_folder, last_checkpoint, preparation
 
 logger = logging.getLogger(__name__)
 
@@ -49,13 +49,14 @@ class FullTextArguments:
         model_name_or_path (`str`): The base model.
         train_file (`str`): Rows with questions, passages and answers; a source as in `common/rows.py`.
         max_train_samples (`int`): Number of shuffled rows to train on.
-        data_dir (`str`): Folder of a data file with a relative path.
-        max_tokens (`int`): Longer examples are left out.
+        data_dir (`str`): Folder that a relative path of the data file refers to.
+        max_tokens (`int`): Maximum number of tokens of an example; longer ones are left out.
         lora_r (`int`), lora_alpha (`int`): Rank and scale of the LoRA on all linear layers.
         passage_attention (`str`): With `"separate"`, the passages of a prompt do not attend to each other.
-        distractors (`float`): Share of rows that get 1 to 4 of the nearest passages without the answer.
-        writes (`str`): `"answer"`, or `"question"`: the model gets passages and writes an answer and a question for it,
-            each on a line, for `train/made_questions.py`.
+        distractors (`float`): Share of rows that get 1 to 4 of the passages nearest to their question, without the
+            answer.
+        writes (`str`): What the model writes: `"answer"`, or `"question"` for an answer from the passage and a question
+            for this answer, each on a line (for `train/made_questions.py`).
     """
 
     model_name_or_path: str
@@ -74,7 +75,7 @@ class FullTextArguments:
             raise ValueError(f"`writes` is {self.writes!r}; expected one of {', '.join(WRITES)}.")
         if self.writes == "question" and self.passage_attention == "separate":
             raise ValueError(
-                "`writes: question` uses one passage, so `passage_attention: separate` changes nothing. Leave "
+                "`passage_attention: separate` has no effect with `writes: question`, which uses one passage. Leave "
                 "`passage_attention` out."
             )
         if self.passage_attention not in PASSAGE_ATTENTIONS:
@@ -82,7 +83,7 @@ class FullTextArguments:
                 f"`passage_attention` is {self.passage_attention!r}; expected one of {', '.join(PASSAGE_ATTENTIONS)}."
             )
         if not 0.0 <= self.distractors <= 1.0:
-            raise ValueError(f"`distractors` is {self.distractors}; expected a share of the rows from 0 to 1.")
+            raise ValueError(f"`distractors` is {self.distractors}; expected a share of the rows, from 0 to 1.")
 
     @property
     def sources(self) -> list[str]:
@@ -138,8 +139,8 @@ def tokenize(row: Row, tokenizer, is_separate: bool = False, writes: str = "answ
     conversation = tokenizer.apply_chat_template(messages, tokenize=False)
     if not conversation.startswith(prompt):
         raise ValueError(
-            f"Row {row['id']}: the conversation {conversation!r} does not begin with its prompt {prompt!r}, so the "
-            "answer cannot be separated from the prompt. Choose another `chat_template_path`."
+            f"The chat template writes the prompt of row {row['id']} differently if an answer follows, so the answer "
+            "cannot be separated from the prompt. Choose another `chat_template_path`."
         )
 
     def ids_of(text: str) -> list[int]:
@@ -184,21 +185,22 @@ def train(recipe: FullTextArguments, args: TextTrainingConfig, settings: str) ->
     `run_settings`."""
     with claim_folder(args.output_dir, settings, is_main=args.process_index == 0):
         if Path(args.output_dir, CONFIG_NAME).exists():
-            logger.info("%s is a finished run; delete the folder to train it again", args.output_dir)
+            logger.info("the run in %s is finished; delete this folder to train again", args.output_dir)
             return
         model_path = resolve_model(recipe.model_name_or_path)
         tokenizer = AutoTokenizer.from_pretrained(model_path)
         if args.chat_template_path is not None:
             tokenizer.chat_template = Path(args.chat_template_path).read_text(encoding="utf-8")
-        args.max_length = None  # `build_dataset` leaves rows out that are too long; TRL would cut their answers off
         collator = None  # the one of TRL
         if recipe.passage_attention == "separate":
             collator, args.remove_unused_columns = IndependentCollator(tokenizer.pad_token_id or 0), False
+        with preparation():
+            train_dataset = build_dataset(recipe, tokenizer, args.seed)
         set_seed(args.seed)
         trainer = SFTTrainer(
             AutoModelForCausalLM.from_pretrained(model_path, dtype="float32"),
             args=args,
-            train_dataset=build_dataset(recipe, tokenizer, args.seed),
+            train_dataset=train_dataset,
             processing_class=tokenizer,
             data_collator=collator,
             peft_config=LoraConfig(

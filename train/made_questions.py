@@ -29,7 +29,7 @@ from peft.utils import CONFIG_NAME
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, set_seed
 
-from ..common.files import digest, digest_files, markdown_table, run_command, write_atomically
+from ..common.files import counted, digest, digest_files, markdown_table, run_command, write_atomically
 from ..common.rows import Row, find_answer, find_file, normalize_answer, read_rows
 from ..loading_arcaligner import default_dtype
 from ..tokenization_arcaligner import encode_marked, mark_control_tokens
@@ -59,8 +59,8 @@ class TextReader:
     def __init__(self, folder: str | Path, device: str = "cpu", batch_tokens: int = 16_384):
         if not Path(folder, CONFIG_NAME).exists():
             raise ValueError(
-                f"{folder} has no {CONFIG_NAME}, so it is not the folder of a finished run of "
-                "`python -m arcaligner.train.full_text`. Pass such a folder."
+                f"{folder} has no {CONFIG_NAME}, so it is not the folder of a finished run of `python -m "
+                "arcaligner.train.full_text`. Pass such a folder."
             )
         model = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=default_dtype(device))
         self.model = model.merge_and_unload().eval().to(device)
@@ -185,7 +185,7 @@ def make_file(
                 set_seed(seed + start)
                 new_rows, left_out = make_questions(maker, rows, number)
                 agreed_rows = agreed(reader, new_rows)
-                left_out["an answer that the reader does not agree with"] = len(new_rows) - len(agreed_rows)
+                left_out["an answer that differs from the reader's"] = len(new_rows) - len(agreed_rows)
                 write_atomically(path, json.dumps({"rows": agreed_rows, "left_out": left_out}))
             part = json.loads(path.read_text(encoding="utf-8"))
             counts += Counter(part["left_out"]) + Counter({"kept": len(part["rows"])})
@@ -198,31 +198,41 @@ def make_file(
 
 
 def main(
-    maker: Annotated[Path, typer.Option(help="Folder of the LoRA that makes questions (question_maker.yaml).")],
-    reader: Annotated[Path, typer.Option(help="Folder of the LoRA that answers from text (full_text.yaml).")],
-    data: Annotated[str, typer.Option(help="Folder of the data files.")] = "data",
+    maker: Annotated[
+        Path, typer.Option(help="Folder of the LoRA that writes questions, trained with question_maker.yaml.")
+    ],
+    reader: Annotated[
+        Path, typer.Option(help="Folder of the LoRA that answers from text, trained with full_text.yaml.")
+    ],
+    data: Annotated[str, typer.Option("--data", "--data-dir", help="Folder of the data files.")] = "data",
     paragraphs: Annotated[str, typer.Option(help="File of the paragraphs in `--data`.")] = "recon_train.jsonl.gz",
     question_files: Annotated[
         list[str],
-        typer.Option("--asked", help="File with questions in `--data`; its paragraphs are left out. Can be repeated."),
+        typer.Option(
+            "--asked", help="File in `--data` whose paragraphs have questions and are left out. Can be repeated."
+        ),
     ] = ["train_qa.jsonl.gz", "train_extra.jsonl.gz"],  # noqa: B006
-    output: Annotated[Path, typer.Option(help="File for the questions.")] = Path("data/made_qa.jsonl.gz"),
+    output: Annotated[Path, typer.Option(help="File in which the questions are saved.")] = Path(
+        "data/made_qa.jsonl.gz"
+    ),
     limit: Annotated[int | None, typer.Option("-n", help="Number of paragraphs. Default: all.", min=1)] = None,
     questions: Annotated[int, typer.Option(help="Maximum number of questions about a paragraph.", min=1)] = 3,
     device: Annotated[str, typer.Option(help="Device of the models: cpu or cuda.")] = "cpu",
-    batch_tokens: Annotated[int, typer.Option(help="Tokens per batch; 500,000 fit on a GPU with 80 GB.")] = 16_384,
-    seed: Annotated[int, typer.Option(help="Seed of the maker's sampling.")] = 0,
+    batch_tokens: Annotated[
+        int, typer.Option(help="Maximum number of tokens per batch; 500,000 fit on a GPU with 80 GB.")
+    ] = 16_384,
+    seed: Annotated[int, typer.Option(help="Seed for sampling the questions.")] = 0,
 ) -> None:
-    """Make questions about paragraphs with one LoRA, the maker. Keep those to which another LoRA, the reader, gives the
-    same answer."""
+    """Write questions and answers about paragraphs with one LoRA, the maker. Keep the questions to which another LoRA,
+    the reader, gives the same answer."""
     if output.exists():
         raise ValueError(f"{output} exists. Delete the file to make it again, or choose another `--output`.")
     known = (row for file in question_files for row in read_rows(find_file(file, data)))
     selected = without_questions(read_rows(find_file(paragraphs, data)), known)[:limit]
     models = (TextReader(folder, device, batch_tokens) for folder in (maker, reader))
     counts = make_file(output, selected, *models, questions, seed)
-    table = markdown_table(["questions: kept, or why not", "number"], counts.most_common())
-    print("\n".join([f"{len(selected)} paragraphs", "", *table, "", f"Written to {output}."]))
+    table = markdown_table(["kept, or reason for leaving it out", "number"], counts.most_common())
+    print("\n".join([counted(len(selected), "paragraph"), "", *table, "", f"Written to {output}."]))
 
 
 if __name__ == "__main__":

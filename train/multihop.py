@@ -95,10 +95,10 @@ def fit_questions(
     needed = math.log((1 - MULTIHOP_SHARE) / MULTIHOP_SHARE)  # log-odds, where both kinds are weighted equally
     is_found = predicted > needed
     measured = {
-        "AUROC": roc_auc_score(held_out_several, predicted),
-        "AUROC of the wording alone": roc_auc_score(held_out_several, evidence[:, 0]),
-        "found, %": 100 * is_found[held_out_several].mean(),
-        "wrongly found, %": 100 * is_found[~held_out_several].mean(),
+        "AUROC of multi-hop questions": roc_auc_score(held_out_several, predicted),
+        "AUROC of multi-hop questions, from the wording alone": roc_auc_score(held_out_several, evidence[:, 0]),
+        "multi-hop questions found, %": 100 * is_found[held_out_several].mean(),
+        "other questions wrongly found, %": 100 * is_found[~held_out_several].mean(),
     }
     bias = float(scale * wording.intercept_[0] + both.intercept_[0]) - needed
     return np.append(scale * wording.coef_[0], weight), bias, measured
@@ -129,9 +129,9 @@ def fit_pairs(
         return 100 * float(np.mean(is_first))
 
     measured = {
-        "pairs found, %": first(predicted, range(half)),
-        "pairs found without titles, %": first(predicted, range(half, 2 * half)),
-        "pairs found by log-odds alone, %": first(features[:, 0], range(half)),
+        "pairs of passages found, %": first(predicted, range(half)),
+        "pairs of passages found without titles, %": first(predicted, range(half, 2 * half)),
+        "pairs of passages found by their log-odds alone, %": first(features[:, 0], range(half)),
     }
     return regression.coef_[0] / scaler.scale_, measured
 
@@ -154,10 +154,10 @@ def fit_multihop(
     one = [len(part) - count for part, count in zip((rows, held_out), several, strict=True)]
     if min(len(pairs), *several, *one) < FOLDS:
         raise ValueError(
-            f"{several[0]} of {len(rows)} training questions and {several[1]} of {len(held_out)} held-out ones need "
-            f"several passages, and {len(pairs)} held-out ones need exactly two; expected at least {FOLDS} of each, "
-            f"and at least {FOLDS} training and held-out questions that need one. Raise `-n` and `--held-out`, or add "
-            "questions whose `meta.gold` names several passages to `train_files`, such as HotpotQA's."
+            f"Too few questions to fit the multi-hop head. Training: {several[0]} need several passages, {one[0]} need "
+            f"one. Held out: {several[1]} need several, {len(pairs)} exactly two, {one[1]} one. Expected at least "
+            f"{FOLDS} of each kind. Raise `-n` and `--held-out`, or add multi-hop questions, such as HotpotQA's, to "
+            "`train_files`."
         )
     odds = top_odds(score_rows(model, processor, held_out)).numpy()
     weight, bias, measured = fit_questions(processor, rows, held_out, odds)
@@ -171,16 +171,18 @@ def fit_multihop(
 
 
 def main(
-    recipe: Annotated[Path, typer.Option(help="Recipe file of a stage, for its data and held-out articles.")],
-    aligner: Annotated[Path, typer.Option(help="Folder of the aligner, with a fitted answerability head.")],
+    recipe: Annotated[Path, typer.Option(help="Recipe file of a stage, whose data and held-out articles are used.")],
+    aligner: Annotated[Path, typer.Option(help="Folder of an aligner with a fitted answerability head.")],
     number: Annotated[int, typer.Option("-n", help="Number of training questions.")] = 20_000,
     held_out: Annotated[int, typer.Option(help="Number of held-out questions.")] = 1000,
-    data_dir: Annotated[str | None, typer.Option(help="Folder of the data. Default: the recipe's.")] = None,
+    data_dir: Annotated[
+        str | None, typer.Option(help="Folder of the data files. Default: `data_dir` of the recipe.")
+    ] = None,
 ) -> None:
-    """Fit the multi-hop head, which finds questions that need two passages, and the two passages. Print how well it
-    does on questions of held-out articles."""
+    """Fit the multi-hop head, which decides whether a question needs two passages, and which two. Print how often it is
+    right on questions about held-out articles."""
     model, processor = load_mean([aligner])
-    Answerer(model, processor).check(max_passages=1)
+    Answerer(model, processor).check_can_score("A multi-hop head")
     data = read_recipe(recipe, data_dir)
     for name, value in fit_multihop(model, processor, data, number, held_out).items():
         typer.echo(f"{name}: {value:.3g}")

@@ -111,11 +111,15 @@ def table(rows: Sequence[Row], scores: np.ndarray) -> str:
 
 
 def main(
-    recipe: Annotated[Path, typer.Option(help="Recipe file of a stage, for its data and held-out articles.")],
-    aligner: Annotated[Path, typer.Option(help="Folder of the aligner, with a fitted answerability head.")],
-    rates: Annotated[str, typer.Option(help="Tokens per slot, numbers or segment, separated by commas.")] = "2",
+    recipe: Annotated[Path, typer.Option(help="Recipe file of a stage, whose data and held-out articles are used.")],
+    aligner: Annotated[Path, typer.Option(help="Folder of an aligner with a fitted answerability head.")],
+    rates: Annotated[
+        str, typer.Option(help="Values of `tokens_per_slot`, separated by commas, such as 2,4,segment.")
+    ] = "2",
     number: Annotated[int, typer.Option("-n", help="Number of questions.")] = 150,
-    data_dir: Annotated[str | None, typer.Option(help="Folder of the data. Default: the recipe's.")] = None,
+    data_dir: Annotated[
+        str | None, typer.Option(help="Folder of the data files. Default: `data_dir` of the recipe.")
+    ] = None,
 ) -> None:
     """Print the F1 of answers from the top-ranked passages, from all passages, and from those that are needed."""
     rows = mixed_rows(read_recipe(recipe, data_dir), number, MEASURED)

@@ -262,12 +262,12 @@ def check_passages_first(
     if attention_layers and not are_layers([*attention_layers], num_layers):
         raise ValueError(
             f"`attention_loss_layers` is {[*attention_layers]}; expected layers from 0 to {num_layers - 1}, in "
-            "ascending order, each once."
+            "ascending order and without repetition."
         )
     if args is not None and args.gradient_checkpointing:
         raise ValueError(
-            "`activation_checkpointing` (formerly `gradient_checkpointing`) and `passages_first` are both set, but the "
-            "first stores no keys and values, which the second needs. Leave one of the two out."
+            "`activation_checkpointing` (formerly `gradient_checkpointing`) stores no keys and values, but "
+            "`passages_first` needs them. Leave one of the two out."
         )
 
 

@@ -341,7 +341,11 @@ def lines_of(plans: list[StagePlan], tokens_per_second: float | None = None) -> 
     lines = []
     for plan in plans:
         memory, examples = plan.memory, plan.examples
-        how = "measured on a sample" if examples.is_measured else "assumed: data or tokenizer are not on this machine"
+        how = (
+            "measured on a sample"
+            if examples.is_measured
+            else "assumed, because the data or the tokenizer is not on this machine"
+        )
         number = "all" if examples.number is None else f"{examples.number:,}"
         checkpointed = memory.fixed + memory.with_checkpointing
         checkpointing = "on" if plan.activation_checkpointing else "off"
@@ -351,7 +355,7 @@ def lines_of(plans: list[StagePlan], tokens_per_second: float | None = None) -> 
             "starts from": plan.start,
             "trained": f"{plan.num_trained / 1e6:.1f} million parameters",
             "examples": f"{number}; {examples.mean:.0f} tokens on average ({how}), at most {examples.longest}",
-            "a step": _step_of(plan),
+            "optimizer step": _step_of(plan),
             "steps": "unknown" if plan.steps is None else f"{plan.steps:,}",
             "memory per GPU": f"{plan.bytes_needed / GIB:.1f} GiB with activation checkpointing {checkpointing}: "
             f"backbone {memory.backbone / GIB:.1f}, encoder {memory.encoder / GIB:.1f}, aligner with gradients and "
@@ -374,19 +378,20 @@ def _step_of(plan: StagePlan) -> str:
         batches = f"{plan.accumulated} batch{'es' * (plan.accumulated > 1)}"
         return f"{batches}, each of as many examples as fit into {plan.batch_tokens:,} tokens"
     gpus = f"{plan.num_gpus} GPU{'s' * (plan.num_gpus > 1)}"
-    return f"{plan.global_batch} examples: {gpus} x {plan.accumulated} accumulated batches of {plan.per_device}"
+    batches = f"{plan.accumulated} accumulated batch{'es' * (plan.accumulated > 1)}"
+    return f"{plan.global_batch} examples: {gpus} x {batches} of {plan.per_device}"
 
 
 def _of_this_machine(plans: list[StagePlan]) -> list[str]:
     """Whether the stages fit into the free memory of this machine's GPU."""
     if not torch.cuda.is_available():
-        return ["This machine has no GPU, so nothing is compared with its memory."]
+        return ["This machine has no GPU, so it was not checked whether the memory is enough."]
     free, total = torch.cuda.mem_get_info()
     needed = max(plan.bytes_needed for plan in plans)
     line = f"{torch.cuda.get_device_name()}: {free / GIB:.1f} of {total / GIB:.1f} GiB are free"
     if needed <= free:
         return [f"{line}, which is enough."]
-    busy = " Another process uses the rest: wait until it ends." if needed <= total else ""
+    busy = " Another process uses the rest; wait until it ends." if needed <= total else ""
     return [
         f"{line}, but {needed / GIB:.1f} GiB are needed.{busy} `-- --activation_checkpointing true` or a smaller "
         "`--per_device_train_batch_size` takes less memory and gives the same aligner."

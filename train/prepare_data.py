@@ -125,8 +125,9 @@ def _converted(source: Source, stream: datasets.IterableDataset) -> Iterator[Row
             rows = [_stored_row(row, source) for row in ([converted] if isinstance(converted, dict) else converted)]
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(
-                f"{source.place} has a row in an unexpected format ({type(error).__name__}: {error}), with the fields "
-                f"{sorted(row)}. Leave the set out with `--limit {source.name}=0`, or use another version of it."
+                f"{source.place} has a row in an unexpected format ({type(error).__name__}: {error}), with the keys "
+                f"{', '.join(sorted(row))}. Leave the data set out with `--limit {source.name}=0`, or use another "
+                "version of it."
             ) from error
         yield from (row for row in rows if any(passage["text"].strip() for passage in row["passages"]))
 
@@ -238,15 +239,18 @@ def read_limits(arguments: Iterable[str]) -> list[Source]:
 
 
 def main(
-    output: Annotated[Path, typer.Option(help="Folder for the files.")] = Path("data"),
+    output: Annotated[Path, typer.Option(help="Folder in which the files are saved.")] = Path("data"),
     limit: Annotated[
         list[str] | None,
-        typer.Option(help="Maximum number of rows of a data set, as in squad=5000; 0 leaves it out. Can be repeated."),
+        typer.Option(
+            help="Maximum number of rows of a data set, such as squad=5000; 0 leaves it out. Can be repeated."
+        ),
     ] = None,
     copies: Annotated[
         Path | None,
         typer.Option(
-            help="Folder with copies of the data sets, such as rajpurkar/squad. Default: download.", exists=True
+            help="Folder with copies of the data sets, such as FOLDER/rajpurkar/squad. Default: download them.",
+            exists=True,
         ),
     ] = None,
 ) -> None:

@@ -1,13 +1,12 @@
 """The keys of a recipe (stage, model and data, then TRL's training arguments), and the parser of recipes."""
 
-import contextlib
 import dataclasses
 import inspect
 import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +23,7 @@ from ..loading_arcaligner import resolve_model
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import check_tokens_per_slot
 from .distractors import MAX_DISTRACTORS
-from .run import run_settings
+from .run import PreparationError, check_resume, run_settings
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +46,12 @@ STARTS = {
 FROM_PROCESSOR = {"encoder_name_or_path", "encoder_hidden_size", "context_token", "context_token_id"}
 # Settings of a processor that other keys of the recipe set.
 _FROM_RECIPE = {
-    *("tokens_per_slot", "trained_tokens_per_slot", "context_words", "trained_encoder", "chat_template"),
-    "passage_attention",
+    "tokens_per_slot": "`tokens_per_slot` of the recipe",
+    "trained_tokens_per_slot": "`tokens_per_slot` of the recipe",
+    "context_words": "`word_parts` in `aligner`",
+    "trained_encoder": "`encoder_lora_r` of the recipe",
+    "chat_template": "`chat_template_path` of the recipe",
+    "passage_attention": "`passage_attention` in `aligner`",
 }
 # In the `Args` of a docstring: the names of an entry, each with its type in brackets, and its text.
 _ARGUMENT = re.compile(r"^ {4}(\w[^:\n]*): ((?:.|\n {8})*)", re.MULTILINE)
@@ -81,21 +84,21 @@ class RecipeArguments:
     data files are relative to `data_dir`.
 
     Args:
-        stage (`str`): `"reconstruction"`, `"grounding"` or `"gating"`. It decides the data, the prompt and what is
-            trained.
+        stage (`str`): `"reconstruction"`, `"grounding"` or `"gating"`. It decides the data, the prompt and which parts
+            are trained.
         model_name_or_path (`str`): A base model for the first stage, the previous stage's `output_dir` for the others.
         train_files (`dict[str, float]`): Sources and their weights in the mixture. A source is a JSON Lines or Parquet
             file or a data set of the Hub; see `common/rows.py`.
-        data_dir (`str`): Folder of data files with a relative path.
-        dtype (`str`): The dtype of the frozen backbone; the aligner is always float32. `"auto"` takes the faster of
-            float32 and bfloat16.
+        data_dir (`str`): Folder that relative paths of data files refer to.
+        dtype (`str`): The dtype of the frozen backbone; the aligner is always float32. `"auto"` selects the faster
+            of float32 and bfloat16.
         aligner (`dict`): Fields of `ArcAlignerConfig` to set, such as `lora_r`.
         processor (`dict`): Settings of a new processor, such as `sentences_per_segment`; for a base model only.
-        encoder_lora_r (`int`): Rank of the LoRA that trains the sentence encoder jointly; 0 leaves the encoder frozen.
+        encoder_lora_r (`int`): Rank of a LoRA that trains the sentence encoder together with the aligner; 0 leaves the
+            encoder frozen.
         max_train_samples (`int`, *optional*): Number of examples to train on.
-        oversample (`bool`): What happens if a source of `train_files` or `reconstruction_files` has fewer examples than
-            its weight asks for. If true, its rows are used again, each time with other distractors. If false, the
-            mixture shrinks.
+        oversample (`bool`): Whether rows of a source are used again, each time with other distractors, if the source
+            has fewer examples than its weight asks for. If false, the mixture shrinks.
         eval_files (`dict[str, float]`): Sources for the held-out loss, and their weights. Of a file that is also in
             `train_files`, the held-out articles are used.
         max_eval_samples (`int`, *optional*): Number of examples for the held-out loss.
@@ -103,7 +106,7 @@ class RecipeArguments:
         continues (`bool`): Whether reconstruction examples have a second turn, which continues with the next segment.
         max_tokens (`int`, *optional*): Longer examples are left out, as are those beyond the context of the base model.
             Questions that share their passages become several examples rather than one that is too long.
-        passage_words (`int`): Words of a passage that the texts of a corpus are cut into.
+        passage_words (`int`): Number of words of the passages into which texts of a corpus are cut.
         distractors (`float`): Share of question examples that get 1 to `max_distractors` of the passages nearest to
             their questions (BM25) without the answer, mixed with their passages in random order. With `max_questions`
             above 1, a question about each of these distractors is added.
@@ -117,17 +120,19 @@ class RecipeArguments:
             their weights.
         reconstruction_share (`float`): Share of reconstruction examples in the training set of stages II and III.
         tokens_per_slot (`list`): Numbers of tokens per slot, or `"segment"`. One entry is drawn for each batch; an
-            entry that is listed twice is drawn twice as often. They may differ from those of the stage before.
+            entry that is listed twice is drawn twice as often. The entries may differ from those of the stage
+            before.
         attn_implementation (`str`, *optional*): transformers' name of an attention kernel. On CPUs, the backward pass
             of `"eager"` is two to three times as fast as that of `"sdpa"` for rows of a few hundred tokens.
         compile_layers (`bool`): Whether the decoder layers are compiled, which takes a minute once and saves time in
             long runs.
-        passages_first (`bool`): Whether a step computes the slots of all passages first and then the turns that attend
-            to them: fewer and shorter rows. For independent passages (`passage_attention: separate`) and one process.
+        passages_first (`bool`): Whether a step computes the slots of all passages first and then the questions that
+            attend to them, so that several passages share a row of a batch. Only for independent passages
+            (`passage_attention: separate`) and one process.
         attention_loss_weight (`float`): With `passages_first`, the weight of the attention loss; see
             `train/passages_first.py`.
-        attention_loss_layers (`list[int]`): Layers that the attention loss applies to.
-        examples_cache_dir (`str`): Folder that caches tokenized examples, for all stages.
+        attention_loss_layers (`list[int]`): Layers to which the attention loss applies.
+        examples_cache_dir (`str`): Folder of cached tokenized examples, which all stages share.
     """
 
     stage: Literal["reconstruction", "grounding", "gating"]
@@ -171,43 +176,46 @@ class RecipeArguments:
         refuse_unknown("`aligner`", self.aligner, [f.name for f in dataclasses.fields(ArcAlignerConfig)])
         refuse_unknown("`processor`", self.processor, inspect.signature(ArcAlignerProcessor).parameters)
         for key in self.aligner.keys() & FROM_PROCESSOR:
-            raise ValueError(f"`{key}` is in `aligner`, but it belongs in `processor`. Set it there.")
-        for key in self.processor.keys() & _FROM_RECIPE:
+            raise ValueError(f"`{key}` is in `aligner`, but belongs in `processor`. Move it there.")
+        for key in self.processor.keys() & _FROM_RECIPE.keys():
             raise ValueError(
-                f"`{key}` is in `processor`, but it follows from another key of the recipe: `tokens_per_slot`, "
-                "`chat_template_path`, or `word_parts` or `passage_attention` in `aligner`. Set that key instead."
+                f"`{key}` is in `processor`, but follows from another key. Set {_FROM_RECIPE[key]} instead."
             )
         if self.has_turns and self.attn_implementation not in _MASKED_ATTENTION:
             raise ValueError(
-                f"`attn_implementation` is {self.attn_implementation!r}, which does not support packed questions. "
-                "Set it to `eager` or `sdpa`, or leave `continues` and `max_questions` out."
+                f"`attn_implementation` is {self.attn_implementation!r}, which supports neither packed questions "
+                "(`max_questions`) nor `continues`. Set it to 'eager' or 'sdpa', or leave `max_questions` and "
+                "`continues` out."
             )
         for key in ("max_questions", "max_segments", "passage_words"):
             if getattr(self, key) < 1:
-                raise ValueError(f"`{key}` is {getattr(self, key)}; expected at least 1.")
+                raise ValueError(f"`{key}` is {getattr(self, key)}; expected a number of at least 1.")
         if not 0.0 <= self.distractors <= 1.0:
             raise ValueError(f"`distractors` is {self.distractors}; expected a share of the examples, from 0 to 1.")
         if not 1 <= self.max_distractors <= MAX_DISTRACTORS:
-            raise ValueError(f"`max_distractors` is {self.max_distractors}; expected 1 to {MAX_DISTRACTORS}.")
+            raise ValueError(
+                f"`max_distractors` is {self.max_distractors}; expected a number from 1 to {MAX_DISTRACTORS}."
+            )
         for key in ("validation_share", "reconstruction_share"):
             if not 0.0 <= getattr(self, key) < 1.0:
                 raise ValueError(f"`{key}` is {getattr(self, key)}; expected a share of at least 0 and less than 1.")
         self._check_passages_first()
         if self.distractors and not self.asks_questions:
             raise ValueError(
-                f"`distractors` applies to questions, and stage `{self.stage}` asks none. Leave the key out."
+                f"`distractors` is {self.distractors}, but stage `{self.stage}` has no questions to find distractors "
+                "for. Leave `distractors` out."
             )
         if self.reconstruction_share and not self.reconstruction_files:
             raise ValueError(
                 f"`reconstruction_share` is {self.reconstruction_share}, but `reconstruction_files` is empty. Add "
-                "files of passages to it, or leave `reconstruction_share` out."
+                "files of passages to `reconstruction_files`, or leave `reconstruction_share` out."
             )
 
     def _check_passages_first(self) -> None:
         if self.passages_first and num_processes() > 1:
             raise ValueError(
-                f"{num_processes()} processes were started, but `passages_first` trains in one process only. Start "
-                "one, or leave `passages_first` out."
+                f"{num_processes()} processes were started, but `passages_first` trains in one process only. Start one "
+                "process, or leave `passages_first` out."
             )
         if not self.attention_loss_weight:
             return
@@ -218,8 +226,8 @@ class RecipeArguments:
             )
         if not self.attention_loss_layers:
             raise ValueError(
-                "`attention_loss_weight` needs `attention_loss_layers`, which is empty. Set it to layers, such as "
-                "[20, 21]."
+                "`attention_loss_weight` needs `attention_loss_layers`, which is empty. Set `attention_loss_layers` to "
+                "layers, such as [20, 21]."
             )
         if self.compile_layers and self.attn_implementation != "eager":
             raise ValueError(
@@ -271,19 +279,22 @@ def accumulation_steps(global_batch_size: int, per_device: int, processes: int) 
     8
 
     Raises:
-        `ValueError`: `global_batch_size` cannot be divided so; the message lists numbers that are possible.
+        `ValueError`: `global_batch_size` cannot be divided so; the message lists numbers that are possible. A
+            `per_device` below 1.
     """
-    if global_batch_size > 0 and per_device > 0 and global_batch_size % (per_device * processes) == 0:
+    if min(global_batch_size, per_device) > 0 and global_batch_size % (per_device * processes) == 0:
         return global_batch_size // (per_device * processes)
+    if per_device < 1:
+        raise ValueError(f"`per_device_train_batch_size` is {per_device}; expected a number of at least 1.")
     sizes = [size for size in range(1, global_batch_size + 1) if global_batch_size % (size * processes) == 0]
-    at_most = global_batch_size // per_device if per_device > 0 else 0
+    at_most = global_batch_size // per_device
     numbers = [number for number in range(1, at_most + 1) if global_batch_size % (per_device * number) == 0]
-    remedies = [f"among {processes} processes with a size of {_listed(sizes)}"] if sizes else []
-    remedies += [f"among {_listed(numbers)} processes with a size of {per_device}"] if numbers else []
+    remedies = [f"`per_device_train_batch_size` to {_listed(sizes)}"] if sizes else []
+    remedies += [f"the number of processes to {_listed(numbers)}"] if numbers else []
     raise ValueError(
-        f"`global_batch_size` {global_batch_size} cannot be divided among {processes} processes with a "
-        f"`per_device_train_batch_size` of {per_device}. It can be divided "
-        f"{', or '.join(remedies) or 'in no other way: change it'}."
+        f"`global_batch_size` is {global_batch_size}; expected a positive multiple of {per_device * processes}, which "
+        f"is `per_device_train_batch_size` ({per_device}) times the number of processes ({processes}). Change "
+        f"{', or '.join([*remedies, '`global_batch_size`'])}."
     )
 
 
@@ -301,8 +312,8 @@ def check_devices(needs_bfloat16: bool) -> None:
     count, local = torch.accelerator.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if count > 1 and "WORLD_SIZE" not in os.environ:
         raise ValueError(
-            f"This machine has {count} GPUs, but only one process would train. Train on all of them with "
-            "`--accelerate ddp` or on one with `CUDA_VISIBLE_DEVICES=0` before the command."
+            f"This machine has {count} GPUs, but only one process would train. Train on all of them with `arcaligner "
+            "train --accelerate ddp`, or on one with `CUDA_VISIBLE_DEVICES=0` before the command."
         )
     if 0 < count < local:
         raise ValueError(
@@ -330,6 +341,16 @@ class TextTrainingConfig(SFTConfig):
     name."""
 
     gradient_checkpointing: bool | None = None
+    max_length: int | None = None  # TRL would cut answers off
+
+    def __post_init__(self):
+        if self.max_length or self.packing:
+            key = "max_length" if self.max_length else "packing"
+            raise ValueError(
+                f"`{key}` is {getattr(self, key)}, but this script neither truncates nor packs examples. Leave `{key}` "
+                "out. To leave out examples that are too long, set `max_tokens`."
+            )
+        super().__post_init__()
 
 
 @with_help
@@ -348,18 +369,18 @@ class AlignerTrainingConfig(SFTConfig):
         global_batch_size (`int`, *optional*): Examples per optimizer step, whatever the number of processes;
             `gradient_accumulation_steps` follows from it. Default: the product of `per_device_train_batch_size`,
             `gradient_accumulation_steps` and processes.
-        batch_tokens (`int`, *optional*): Maximum number of positions of a batch, padding included: each batch then has
-            as many examples as fit at the tokens per slot that are drawn for it, instead of
-            `per_device_train_batch_size`. Needs `max_steps` and one process; the whole run counts as one epoch.
+        batch_tokens (`int`, *optional*): Maximum number of positions of a batch, padding included. Each batch then has
+            as many examples as fit, instead of `per_device_train_batch_size`. Needs `max_steps` and one process; the
+            whole run counts as one epoch.
         gate_learning_rate (`float`, *optional*): Learning rate of the gates, which start untrained in stage III.
             Default: `learning_rate`.
         encoder_learning_rate (`float`, *optional*): Learning rate of an encoder that is trained jointly. Default:
             `learning_rate`.
-        average_checkpoints (`int`): The stage ends with the mean of the weights of this many last checkpoints (latest
+        average_checkpoints (`int`): Number of last checkpoints whose mean weights are the result of the stage (latest
             weight averaging, https://huggingface.co/papers/2209.14981). After a constant learning rate this replaces a
-            decay, and training can continue. With 0 it ends with the weights of the last step.
-        eval_slot_gap (`bool`): Also evaluate with the slots of other rows. The log has the difference of the losses as
-            `eval_slot_gap`.
+            decay, and training can continue. With 0 the result has the weights of the last step.
+        eval_slot_gap (`bool`): Whether to evaluate with the slots of other examples as well. The difference of the two
+            losses is logged as `eval_slot_gap`.
     """
 
     max_length: int | None = None
@@ -391,9 +412,9 @@ class AlignerTrainingConfig(SFTConfig):
                 self.global_batch_size, self.per_device_train_batch_size, processes
             )
             logger.info(
-                "%d examples per optimizer step: batches of %d, accumulated %d times in each of %d processes",
-                *(self.global_batch_size, self.per_device_train_batch_size, self.gradient_accumulation_steps),
-                processes,
+                "examples per optimizer step: %d (processes: %d, accumulated batches: %d, examples of a batch: %d)",
+                *(self.global_batch_size, processes, self.gradient_accumulation_steps),
+                self.per_device_train_batch_size,
             )
         self._check_batch_tokens()
         self.dataset_kwargs = {"skip_prepare_dataset": True} | (self.dataset_kwargs or {})
@@ -406,20 +427,22 @@ class AlignerTrainingConfig(SFTConfig):
         wrong = [f"`{name}={value}`" for name, value in refused.items() if value]
         if wrong:
             raise ValueError(
-                f"{', '.join(wrong)} would separate slots from their embeddings. Leave these settings out. To leave "
-                "out rows that are too long, set `max_tokens`."
+                f"{' and '.join(wrong)} would separate slots from their embeddings. Leave such settings out. To "
+                "exclude examples that are too long, set `max_tokens`."
             )
         if self.eval_slot_gap and self.per_device_eval_batch_size < 2:
             raise ValueError(
-                "`eval_slot_gap` swaps slots between the rows of a batch, and `per_device_eval_batch_size` is "
-                f"{self.per_device_eval_batch_size}. Set it to 2 or more."
+                "`eval_slot_gap` swaps slots between the examples of a batch, but `per_device_eval_batch_size` is "
+                f"{self.per_device_eval_batch_size}. Set `per_device_eval_batch_size` to 2 or more."
             )
         mean, num_saved = self.average_checkpoints, self.save_total_limit
-        if mean < 0 or (mean and self.save_strategy == "no") or (num_saved is not None and num_saved < mean):
+        if mean < 0:
+            raise ValueError(f"`average_checkpoints` is {mean}; expected a number of at least 0.")
+        if (mean and self.save_strategy == "no") or (num_saved is not None and num_saved < mean):
             raise ValueError(
-                f"`average_checkpoints` is {mean}, `save_strategy` {str(self.save_strategy)!r} and `save_total_limit` "
-                f"{num_saved}. To average checkpoints, save them and keep at least that many. Otherwise set "
-                "`average_checkpoints` to 0."
+                f"`average_checkpoints` is {mean}, but `save_strategy` is {str(self.save_strategy)!r} and "
+                f"`save_total_limit` is {num_saved}, so there are not as many checkpoints. Save and keep as many, or "
+                "set `average_checkpoints` to 0."
             )
         super().__post_init__()
 
@@ -440,8 +463,8 @@ class AlignerTrainingConfig(SFTConfig):
             )
         if num_processes() > 1:
             raise ValueError(
-                f"{num_processes()} processes were started, but `batch_tokens` trains in one process only. Start one, "
-                "or leave `batch_tokens` out."
+                f"{num_processes()} processes were started, but `batch_tokens` trains in one process only. Start one "
+                "process, or leave `batch_tokens` out."
             )
 
 
@@ -453,13 +476,13 @@ class RecipeParser(TrlParser):
         return [field.name for kind in self.dataclass_types for field in dataclasses.fields(kind)]
 
     def set_defaults_with_config(self, **kwargs: Any) -> list[str]:
-        refuse_unknown("the recipe", kwargs, self.keys)
+        refuse_unknown("the recipe", kwargs, self.keys, "`--help` lists the known keys.")
         return super().set_defaults_with_config(**kwargs)
 
     def parse_args_into_dataclasses(self, args: list[str], **kwargs: Any) -> tuple:
         flags = [argument.split("=")[0][2:].replace("-", "_") for argument in args if argument.startswith("--")]
         flags = [flag for flag in flags if flag != "help" and flag.removeprefix("no_") not in self.keys]
-        refuse_unknown("the command line", flags, self.keys)
+        refuse_unknown("the command line", flags, self.keys, "`--help` lists the known keys.")
         return super().parse_args_into_dataclasses(args=args, **kwargs)
 
 
@@ -475,26 +498,13 @@ def parse_recipe(script: str, kinds: tuple[type, type], arguments: list[str]) ->
         ) from error
     if isinstance(recipe, RecipeArguments) and args.eval_strategy != "no" and not recipe.eval_files:
         raise ValueError(
-            f"`eval_strategy` is {args.eval_strategy.value!r}, but the recipe has no `eval_files`. Add some, or set "
-            '`eval_strategy` to "no".'
+            f"`eval_strategy` is {args.eval_strategy.value!r}, but the recipe has no `eval_files`. Add `eval_files`, "
+            'or set `eval_strategy` to "no".'
         )
+    check_resume(args.resume_from_checkpoint, args.output_dir, is_stage=isinstance(recipe, RecipeArguments))
     if args.chat_template_path is not None:
         args.chat_template_path = str(find_path(args.chat_template_path))
     return recipe, args, run_settings(script, arguments)
-
-
-class PreparationError(ValueError):
-    """The start or the data of a recipe cannot be used."""
-
-
-@contextlib.contextmanager
-def preparation() -> Iterator[None]:
-    """Context in which errors about the start or the data become a [`PreparationError`], which `run_script` reports in
-    one line."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        raise PreparationError(str(error)) from error
 
 
 def run_script(script: str, kinds: tuple[type, type], main: Callable) -> None:
@@ -535,10 +545,10 @@ def check_start(recipe: RecipeArguments, processor: ArcAlignerProcessor, start: 
     start_stage = BASE_MODEL if start is None else start.training_stage
     if start_stage is not None and start_stage not in STARTS[recipe.stage]:  # a checkpoint made by hand names no stage
         kind = f"{start_stage} checkpoint" if start else start_stage
+        expected = [f"a {start}" if start == BASE_MODEL else f"a {start} checkpoint" for start in STARTS[recipe.stage]]
         raise ValueError(
-            f"Stage `{recipe.stage}` cannot start from {name}, which is a {kind}; "
-            f"expected one of {', '.join(STARTS[recipe.stage])}. Train `{STARTS[recipe.stage][0]}` first and name its "
-            "`output_dir` as `model_name_or_path`."
+            f"Stage `{recipe.stage}` cannot start from {name}, which is a {kind}; expected {' or '.join(expected)}. "
+            "Set `model_name_or_path` to such a model; the `output_dir` of a finished stage contains its checkpoint."
         )
     if start is None:
         return
@@ -548,6 +558,6 @@ def check_start(recipe: RecipeArguments, processor: ArcAlignerProcessor, start: 
         wanted = (recipe.processor | recipe.aligner)[key]
         if wanted != was:
             raise ValueError(
-                f"The recipe sets `{key}` to {wanted!r}, but {name} was trained with {was!r}. Leave the key out, or "
-                "train again from stage I with it."
+                f"`{key}` is {wanted!r} in the recipe, but {name} was trained with {was!r}. Leave `{key}` out, or "
+                "train again from stage I with the new value."
             )

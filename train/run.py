@@ -45,6 +45,7 @@ MAY_CHANGE_ON_RESUME = {
     *("save_steps", "save_total_limit"),
     *("dataloader_num_workers", "dataset_num_proc", "data_dir", "examples_cache_dir", "output_dir", "use_cpu"),
     *("attn_implementation", "compile_layers", "dtype"),
+    "resume_from_checkpoint",  # the last checkpoint, or nothing: `check_resume` refuses others
     *("eval_answers", "no_answer", "test_files"),  # of recipes of earlier versions
 }
 
@@ -99,6 +100,22 @@ def check_settings(folder: Path, settings: str) -> None:
         )
 
 
+def check_resume(value: str | bool | None, output_dir: str | Path, is_stage: bool) -> None:
+    """Raises `ValueError` if `resume_from_checkpoint` names anything else than the checkpoint that a run in
+    `output_dir` continues from anyway. `true` is also accepted if there is none yet. Only a stage of an aligner
+    (`is_stage`) can start from another checkpoint."""
+    if value is None or str(value).lower() == "true":
+        return
+    last = next((path for path in _checkpoints(output_dir) if _find_fault(path) is None), None)
+    if last is None or Path(str(value)).resolve() != last.resolve():
+        remedy = "set `model_name_or_path` to its folder, and choose" if is_stage else "choose"
+        raise ValueError(
+            f"`resume_from_checkpoint` is {value!r}, but a run always continues from the last complete checkpoint in "
+            f"`output_dir` ({last or f'{output_dir} contains none yet'}). Leave `resume_from_checkpoint` out. To start "
+            f"{'from another checkpoint' if is_stage else 'again from the base model'}, {remedy} a new `output_dir`."
+        )
+
+
 def _command_keys(arguments: list[str]) -> dict[str, Any]:
     """Keys and values that a command line sets, except the recipe file's name."""
     flags: dict[str, list[str]] = {}
@@ -137,6 +154,20 @@ def _as_number(value: Any) -> Any:
 # The folder while it trains
 
 
+class PreparationError(ValueError):
+    """The folder, the start or the data of a run cannot be used."""
+
+
+@contextlib.contextmanager
+def preparation() -> Iterator[None]:
+    """Context in which errors about the folder, the start or the data become a [`PreparationError`], which
+    `recipe.run_script` reports in one line."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise PreparationError(str(error)) from error
+
+
 @contextlib.contextmanager
 def claim_folder(output_dir: str, settings: str, is_main: bool) -> Iterator[None]:
     """Lock a folder against other trainers, and write the `settings` of [`run_settings`] before anything else. Only the
@@ -150,11 +181,12 @@ def claim_folder(output_dir: str, settings: str, is_main: bool) -> Iterator[None
     try:
         lock = FileLock(folder / LOCK_FILE).acquire(timeout=0)  # the system releases it however the process ends
     except Timeout as error:
-        raise ValueError(
+        raise PreparationError(
             f"Another process is training in {folder}. Wait until it ends, stop it, or choose another `output_dir`."
         ) from error
     with lock:
-        check_settings(folder, settings)
+        with preparation():
+            check_settings(folder, settings)
         for leftover in folder.glob(".saving-*"):  # left by a killed process
             shutil.rmtree(leftover)
         if not has_begun(folder):
@@ -213,8 +245,8 @@ def last_checkpoints(output_dir: str | Path, number: int) -> list[Path]:
     folders = [folder for folder in whole if (folder / SAFE_WEIGHTS_NAME).exists()][:number]
     if not folders:
         raise ValueError(
-            f"{number} checkpoints should be averaged, but none in {output_dir} has a {SAFE_WEIGHTS_NAME}. Save some "
-            "with `save_steps`; the weights of a checkpoint must be in one file."
+            f"No checkpoint in {output_dir} has a {SAFE_WEIGHTS_NAME}, so none can be averaged. Save checkpoints with "
+            "`save_steps`, each with its weights in one file."
         )
     return folders
 
@@ -222,7 +254,7 @@ def last_checkpoints(output_dir: str | Path, number: int) -> list[Path]:
 def mean_of_checkpoints(folders: Sequence[Path], processor: ArcAlignerProcessor) -> dict[str, torch.Tensor]:
     """The mean of the aligner's weights in some checkpoints. If the encoder was trained jointly, `processor` gets the
     mean of its weights."""
-    logger.info("the aligner has the mean of the weights in %s", ", ".join(str(folder) for folder in folders))
+    logger.info("the aligner gets the mean of the weights in %s", ", ".join(str(folder) for folder in folders))
     adapter = Path(ENCODER_FOLDER, SAFETENSORS_WEIGHTS_NAME)
     if (folders[0] / adapter).exists():
         with tempfile.TemporaryDirectory() as folder:

@@ -52,11 +52,10 @@ from .recipe import (
     AlignerTrainingConfig,
     RecipeArguments,
     check_start,
-    preparation,
     resolve_dtype,
     run_script,
 )
-from .run import SCRIPT, claim_folder, last_checkpoint, last_checkpoints, mean_of_checkpoints
+from .run import SCRIPT, claim_folder, last_checkpoint, last_checkpoints, mean_of_checkpoints, preparation
 
 logger = logging.getLogger(__name__)
 
@@ -225,8 +224,8 @@ class AlignerTrainer(SFTTrainer):
     ):
         if any(parameter.is_meta for parameter in model.parameters()):
             raise ValueError(
-                "This process loaded the model without weights, to load them later, but the weights of a new aligner "
-                "are in no file. Set `fsdp_cpu_ram_efficient_loading` to false, as in train/accelerate/fsdp2.yaml."
+                "The model has no weights in this process, because `fsdp_cpu_ram_efficient_loading` is true. Set it to "
+                "false, as in train/accelerate/fsdp2.yaml; the weights of a new aligner are in no file."
             )
         if isinstance(kwargs.get("data_collator"), PassagesFirstCollator):
             check_passages_first(model, kwargs.get("args"), attention_loss_layers)
@@ -347,7 +346,9 @@ class AlignerTrainer(SFTTrainer):
                 self.model, inputs, slots, num_items_in_batch, layers, with_logits=not self.skip_logits
             )
         except ValueError as error:
-            error.add_note(f"At step {self.state.global_step}, in the batch of the rows {inputs['row_ids']}.")
+            error.add_note(
+                f"The error occurred at step {self.state.global_step}, in the batch with the rows {inputs['row_ids']}."
+            )
             raise
         loss = outputs.loss
         if attention_loss is not None:
@@ -377,7 +378,9 @@ class AlignerTrainer(SFTTrainer):
                 **slots,
             )
         except ValueError as error:
-            error.add_note(f"At step {self.state.global_step}, in the batch of the rows {row_ids}.")
+            error.add_note(
+                f"The error occurred at step {self.state.global_step}, in the batch with the rows {row_ids}."
+            )
             raise
         # The loss is divided by the targets of all processes, and gradients are averaged over processes again.
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
@@ -463,7 +466,7 @@ class AlignerTrainer(SFTTrainer):
             self.data_collator = lambda rows: collator(swapped_slots(rows))
             try:
                 batches = self.get_eval_dataloader(dataset)
-                self.evaluation_loop(batches, "Evaluation with slots of other rows", prediction_loss_only=True)
+                self.evaluation_loop(batches, "Evaluation with the slots of other examples", prediction_loss_only=True)
             finally:
                 self.data_collator = collator
             added["slot_gap"] = self._mean_eval_loss() - loss
@@ -656,8 +659,8 @@ def train(recipe: RecipeArguments, args: AlignerTrainingConfig, settings: str) -
     are saved in it."""
     with claim_folder(args.output_dir, settings, is_main=args.process_index == 0):
         checkpoint = last_checkpoint(args.output_dir)
-        dtype = resolve_dtype(recipe.dtype, args.device, checkpoint)
         with preparation():
+            dtype = resolve_dtype(recipe.dtype, args.device, checkpoint)
             processor = load_processor(recipe, args.chat_template_path)
             if checkpoint is not None and recipe.encoder_lora_r:
                 processor.load_trained_encoder(checkpoint)

@@ -109,14 +109,17 @@ def read_stages(
         except (yaml.YAMLError, AttributeError, TypeError) as error:
             raise ValueError(f"{path} is not YAML with a key and a value on each line: {error}. Correct it.") from error
         if "output_dir" not in keys:
-            raise ValueError(f"{path} has no `output_dir`; expected a folder for the result of the stage. Add the key.")
+            raise ValueError(
+                f"{path} has no `output_dir`; expected a folder for the result of the stage. Add `output_dir`."
+            )
         named = Path(str(keys.get("model_name_or_path")))
         start = next((stage for stage in stages if stage.output_dir == named), None)
         stages.append(Stage(int(path.name[0]), path.stem, arguments, Path(keys["output_dir"]), start))
     numbers = [stage.number for stage in stages]
     if only is not None and only not in numbers:
         raise ValueError(
-            f"{folder} has no stage {only}; it has {', '.join(map(str, numbers))}. Pass one of them as `--stage`."
+            f"{folder} has no stage {only}; expected one of {', '.join(map(str, numbers))}. Pass one of these as "
+            "`--stage`."
         )
     return [stage for stage in stages if only in (None, stage.number)]
 
@@ -129,8 +132,8 @@ def _read_device_keys(folder: Path, device: str | None) -> dict[str, dict[str, A
     if not path.is_file():
         raise ValueError(
             f"The recipe {folder.name} has no {path.name}, so it has no values for `--device {device}`. Leave "
-            "`--device` out: then training uses a GPU if there is one, unless the recipe has `use_cpu: true`. In that "
-            "case add `-- --use_cpu false` to train on a GPU."
+            "`--device` out; training uses a GPU if there is one. If the recipe has `use_cpu: true`, add `-- --use_cpu "
+            "false`."
         )
     keys = yaml.safe_load(path.read_text(encoding="utf-8"))
     refuse_unknown(str(path), keys, ["every_stage", *(path.stem for path in folder.glob(STAGE_FILES))])
@@ -161,7 +164,7 @@ def run_stages(stages: list[Stage], accelerate: str | None = None) -> None:
         if stage.is_finished:
             logger.info("%s is finished: %s", stage.name, stage.output_dir)
             continue
-        logger.info("training %s into %s", stage.name, stage.output_dir)
+        logger.info("training %s; its folder is %s", stage.name, stage.output_dir)
         code = run_to_end([*launcher, "-m", SCRIPT, *stage.arguments])
         if code != 0:
             end = f"was killed by signal {-code}" if code < 0 else f"failed with exit code {code}"
@@ -190,7 +193,8 @@ def _launcher(accelerate: str | None) -> list[str]:
     path = known.get(accelerate, Path(accelerate))
     if not path.is_file():
         raise ValueError(
-            f"There is no accelerate config {accelerate!r}; expected one of {', '.join(known)}, or a file."
+            f"There is no configuration {accelerate!r} of accelerate; expected one of {', '.join(known)}, or a file. "
+            "Correct `--accelerate`."
         )
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path)]
     if accelerate in known and torch.accelerator.device_count():  # these configs contain the paper's number of GPUs

@@ -199,22 +199,27 @@ def load_mean(folders: list[Path]) -> tuple[ArcAlignerForCausalLM, ArcAlignerPro
 
 
 def main(
-    recipe: Annotated[Path, typer.Option(help="Recipe file of a stage, for its data and held-out articles.")],
+    recipe: Annotated[Path, typer.Option(help="Recipe file of a stage, whose data and held-out articles are used.")],
     runs: Annotated[str, typer.Option(help="Folders of runs or of aligners, separated by commas.")],
     last: Annotated[
-        int, typer.Option(help="Number of last checkpoints of each run to average; 0 uses the final weights.")
+        int, typer.Option(help="How many of the last checkpoints of each run are averaged; 0 uses the final weights.")
     ] = 0,
-    rates: Annotated[str, typer.Option(help="Tokens per slot, numbers or segment, separated by commas.")] = "2,4",
+    rates: Annotated[
+        str, typer.Option(help="Values of `tokens_per_slot`, separated by commas, such as 2,4,segment.")
+    ] = "2,4",
     number: Annotated[
         int, typer.Option("-n", help="Number of held-out questions; a quarter as many texts are reconstructed.")
     ] = 1000,
     num_answers: Annotated[
-        int, typer.Option("--answers", help="Number of questions that are also answered, for the F1; 0 for none.")
+        int,
+        typer.Option("--answers", help="Number of questions that are also answered, to measure the F1; 0 for none."),
     ] = 0,
     output: Annotated[
-        Path | None, typer.Option(help="Folder in which to save the averaged aligner and the results.")
+        Path | None, typer.Option(help="Folder in which the averaged aligner and the results are saved.")
     ] = None,
-    data_dir: Annotated[str | None, typer.Option(help="Folder of the data. Default: the recipe's.")] = None,
+    data_dir: Annotated[
+        str | None, typer.Option(help="Folder of the data files. Default: `data_dir` of the recipe.")
+    ] = None,
 ) -> None:
     """Print the loss and, with --answers, the F1 of an aligner on held-out articles. The weights of several runs or
     checkpoints are averaged first."""

@@ -99,7 +99,7 @@ def _check_encoder_classes(folder: Path) -> None:
                 if name is not None and not str(name).startswith("sentence_transformers."):
                     raise ValueError(
                         f"{path} names the class {name!r}; expected a class of the package sentence_transformers, "
-                        "because the code of an encoder is never run. Use an encoder without custom code."
+                        "because ArcAligner never runs code of an encoder. Use an encoder without custom code."
                     )
 
 
@@ -129,7 +129,7 @@ class SentenceEncoder:
             if not (folder / name).is_file():
                 raise ValueError(
                     f"{checkpoint} lacks {ENCODER_FOLDER}/{name}, a file of the sentence encoder that was trained with "
-                    "the aligner. Save the processor again, or download the checkpoint again."
+                    "the aligner. Download the checkpoint again, or save the processor again."
                 )
         return cls(name_or_path, str(folder), dtype)
 
@@ -552,7 +552,7 @@ def documents_of(documents, name: str) -> list:
         return list(documents)
     except TypeError as error:
         raise ValueError(
-            f'{name} is {documents!r}; expected a list of strings or {{"title": str, "text": str}}.'
+            f'{name} is {documents!r}; expected a list of strings or of {{"title": str, "text": str}}.'
         ) from error
 
 
@@ -565,9 +565,9 @@ def _ids_of(values, name: str) -> torch.LongTensor:
     tensor = _dense_tensor_of(values, name)
     ids = tensor.long()
     if tensor.dtype == torch.bool or tensor.is_floating_point():
-        raise ValueError(f"{name} is {tensor.dtype}; expected whole numbers. Pass them as int64.")
+        raise ValueError(f"{name} has the dtype {tensor.dtype}; expected whole numbers. Pass an int64 tensor.")
     if (ids < -1).any():
-        raise ValueError(f"{name} has the value {ids.min().item()}; expected ids from 0, or -1 for padding.")
+        raise ValueError(f"{name} contains {ids.min().item()}; expected ids of at least 0, or -1 for padding.")
     return ids
 
 
@@ -577,12 +577,13 @@ def _dense_tensor_of(values, name: str) -> torch.Tensor:
         tensor = values if is_tensor else torch.as_tensor(np.asarray(values), device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
-            f"{name} is of type {type(values).__name__}; expected a tensor of numbers ({error})."
+            f"{name} is of type {type(values).__name__}, which cannot be converted to a tensor ({error}); expected "
+            "numbers."
         ) from error
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_complex():
         raise ValueError(
-            f"{name} is a tensor of {tensor.dtype}, {tensor.layout} on {tensor.device}; expected a dense tensor of "
-            "real numbers."
+            f"{name} is a tensor of dtype {tensor.dtype} and layout {tensor.layout} on the device {tensor.device}; "
+            "expected a dense tensor of real numbers."
         )
     return tensor
 
@@ -593,11 +594,11 @@ def _entries_of_questions(convert: Callable, entries, name: str, is_single: bool
         values = [entries] if is_single or isinstance(entries, str | dict) else list(entries)
     except TypeError as error:  # a number, or a tensor without dimensions
         raise ValueError(
-            f"{name} is a single value of type {type(entries).__name__}; expected a list with an entry for each "
-            f"question, so of length {num_questions}."
+            f"{name} is a single value of type {type(entries).__name__}; expected a list of length {num_questions}, "
+            "with an entry for each question."
         ) from error
     if len(values) != num_questions:
-        raise ValueError(f"{name} has length {len(values)}; expected {num_questions}, an entry for each question.")
+        raise ValueError(f"{name} has the length {len(values)}; expected {num_questions}, an entry for each question.")
     return [convert(row, f"{name} of row {number}") for number, row in enumerate(values)]
 
 
@@ -618,7 +619,7 @@ def passages_of_questions(
     """
     if (documents is None) == (context_embeds is None):
         names = "neither `documents` nor" if documents is None else "both `documents` and"
-        raise ValueError(f"Got {names} `context_embeds`; expected one of them. Pass exactly one.")
+        raise ValueError(f"Got {names} `context_embeds`. Pass exactly one of them.")
     if context_embeds is None:
         return _entries_of_questions(documents_of, documents, "`documents`", is_single, num_questions)
     embeds = _entries_of_questions(_embeds_of, context_embeds, "`context_embeds`", is_single, num_questions)
@@ -627,8 +628,8 @@ def passages_of_questions(
         words = _entries_of_questions(_ids_of, context_word_ids, "`context_word_ids`", is_single, num_questions)
     elif has_words:
         raise ValueError(
-            "Got `context_embeds` without `context_word_ids`, which this aligner needs as well. Pass the token "
-            "ids of each slot, (num_slots, max_words), padded with -1."
+            "Got `context_embeds` without `context_word_ids`, which this aligner needs as well. Pass the token ids of "
+            "the text of each slot, a tensor of shape (num_slots, max_words) that is padded with -1."
         )
     if context_passage_ids is not None:
         passage_ids = _entries_of_questions(
@@ -648,8 +649,8 @@ def single_passages(passages: list | PrecomputedSlots) -> dict[int, list | Preco
     numbers, sizes = (tensor.tolist() for tensor in ids.unique_consecutive(return_counts=True))
     if len(set(numbers)) < len(numbers):
         raise ValueError(
-            f"`context_passage_ids` has a passage in two separate spans ({numbers}); expected the slots of a passage "
-            "to be adjacent. Sort the slots by passage."
+            f"`context_passage_ids` has the numbers {numbers}, one after another, so the slots of a passage are not "
+            "adjacent. Sort the slots by passage."
         )
     # Words of a passage are as wide as its longest slot, so that its digest does not depend on other passages.
     passage_words = [None] * len(sizes) if words is None else list(words.split(sizes))
@@ -706,18 +707,22 @@ def load_encoder_lora(model, folder: Path) -> None:
         inject_adapter_in_model(LoraConfig.from_pretrained(str(folder)), transformer)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"{folder / 'adapter_config.json'} does not fit the encoder ({error}). Save the processor again."
+            f"{folder / 'adapter_config.json'} does not fit the encoder ({error}). Download the checkpoint again, or "
+            "save the processor again."
         ) from error
     expected = _lora_tensors(transformer)
     for name in sorted(weights.keys() | expected.keys()):
         shape, fitting = (list(tensors[name].shape) if name in tensors else None for tensors in (weights, expected))
         if shape != fitting:
+            fault = f"has shape {shape}; expected {fitting}" if shape and fitting else "is not expected"
             raise ValueError(
-                f"{path} does not fit the encoder: `{name}` has shape {shape}; expected {fitting}, by the encoder and "
-                "adapter_config.json. Save the processor again, or download the checkpoint again."
+                f"{path} does not fit the encoder and adapter_config.json: `{name}` "
+                f"{fault if shape else 'is missing'}. Download the checkpoint again, or save the processor again."
             )
         if not torch.isfinite(weights[name]).all():
-            raise ValueError(f"{path} has NaN or infinite values in `{name}`. Use another checkpoint.")
+            raise ValueError(
+                f"{path} has NaN or infinite values in `{name}`; expected finite ones. Use another checkpoint."
+            )
     set_peft_model_state_dict(transformer, {name.removeprefix(_PREFIX): weight for name, weight in weights.items()})
 
 
@@ -776,7 +781,7 @@ class SlotEncoder:
         if (known := self.trained_tokens_per_slot) and tokens_per_slot not in known:
             logger.warning_once(
                 f"`tokens_per_slot` is {tokens_per_slot!r}, but this aligner was trained with "
-                f"{', '.join(map(str, known))}. Expect worse answers than with these."
+                f"{', '.join(map(str, known))}. Expect worse answers than with one of these values."
             )
         return tokens_per_slot
 
@@ -890,15 +895,15 @@ class SlotEncoder:
         self._check_embeds(embeds, row)
         if words is not None and (words.dim() != 2 or len(words) != len(embeds)):
             raise ValueError(
-                f"The `context_word_ids` of row {row} have shape {tuple(words.shape)} but its `context_embeds` hold "
-                f"{len(embeds)} slots; expected ({len(embeds)}, max_words)."
+                f"`context_word_ids` of row {row} has shape {tuple(words.shape)}; expected ({len(embeds)}, max_words), "
+                "with the token ids of each slot."
             )
         if numbers is None:
             numbers = torch.zeros(len(embeds), dtype=torch.long, device=embeds.device)
         if numbers.shape != embeds.shape[:1]:
             raise ValueError(
-                f"The `context_passage_ids` of row {row} have shape {tuple(numbers.shape)} but its `context_embeds` "
-                f"hold {len(embeds)} slots; expected ({len(embeds)},)."
+                f"`context_passage_ids` of row {row} has shape {tuple(numbers.shape)}; expected ({len(embeds)},), "
+                "with the passage number of each slot."
             )
         words = None if words is None else words[:max_slots]
         return EncodedDocuments([], embeds[:max_slots], words, numbers[:max_slots], [])
@@ -907,14 +912,14 @@ class SlotEncoder:
         """Raise `ValueError` unless `embeds` is (num_slots, encoder_hidden_size), finite, with at least one slot."""
         if embeds.dim() != 2 or embeds.shape[1] != self.encoder_hidden_size or embeds.shape[0] == 0:
             raise ValueError(
-                f"The embeddings of row {row} have shape {tuple(embeds.shape)}; expected (num_slots, "
-                f"{self.encoder_hidden_size}), the width of encoder {self.encoder.name_or_path}, with at least "
-                "one slot."
+                f"`context_embeds` of row {row} has shape {tuple(embeds.shape)}; expected (num_slots, "
+                f"{self.encoder_hidden_size}) with at least one slot. Use the encoder {self.encoder.name_or_path}, "
+                f"whose embeddings have {self.encoder_hidden_size} dimensions."
             )
         if not torch.isfinite(embeds).all():
             raise ValueError(
-                f"{int((~torch.isfinite(embeds)).sum())} of {embeds.numel()} values in the embeddings of row {row} are "
-                "NaN or infinite; expected finite ones. Check the encoder's output."
+                f"`context_embeds` of row {row} has NaN or infinite values: {int((~torch.isfinite(embeds)).sum())} of "
+                f"{embeds.numel()}; expected finite ones. Check the encoder's output."
             )
 
 
@@ -932,15 +937,14 @@ def _check_num_slots(
     for tokens in segments:
         sizes[tokens.segment.document] += len(tokens.token_spans(tokens_per_slot))
     document = max(sizes, key=sizes.get)
-    count = sizes[document] if per_passage else sum(sizes.values())
+    total = sum(sizes.values())
+    count = sizes[document] if per_passage else total
     if limit is not None and min(count, max_slots or count) > limit:
         longest = f" (the longest, passage {document}, needs {sizes[document]})" if len(sizes) > 1 else ""
         fitting = sum(size <= limit for size in (sizes.values() if per_passage else accumulate(sizes.values())))
-        fits = (
-            f": {fitting} of {len(sizes)} passages fit" if per_passage else f": the first {fitting} of {len(sizes)} fit"
-        )
+        fits = f" Passages that fit: {'' if per_passage else 'the first '}{fitting} of {len(sizes)}."
         raise ValueError(
-            f"{name} {sum(sizes.values())} slots{longest}, but there is only room for {max(0, limit)} "
-            f"{'of each passage ' * per_passage}with the question{fits * (len(sizes) > 1)}. Pass a shorter question, "
-            "fewer or shorter passages, or put more text into a slot (`tokens_per_slot`)."
+            f"{name} {total} slot{'s' * (total != 1)}{longest}, but with the question the limit is "
+            f"{max(0, limit)}{' per passage' * per_passage}.{fits * (len(sizes) > 1)} Pass a shorter question, fewer "
+            "or shorter passages, or put more text into each slot (`tokens_per_slot`)."
         )

@@ -305,8 +305,8 @@ class SlotLoraVariant(LoraVariant):
     @staticmethod
     def _refuse_merge(module, active_adapter, orig_weight):
         raise ValueError(
-            f"LoRA adapter `{active_adapter}` cannot be merged: it is applied to context slots only, but merged "
-            "weights would apply it to text as well. Leave it unmerged; text is computed with the frozen weights alone."
+            f"The LoRA adapter `{active_adapter}` cannot be merged, because it applies to context slots only, but "
+            "merged weights would also apply it to text. Use the model with the unmerged adapter."
         )
 
     merge_safe = merge_unsafe = unmerge = _refuse_merge
@@ -472,8 +472,8 @@ def check_adapters(backbone: nn.Module) -> None:
     adapters = [ADAPTER_NAME] if layer is None else [*layer.active_adapters, *layer.merged_adapters]
     if adapters != [ADAPTER_NAME]:
         raise ValueError(
-            f"PEFT adapter {adapters} is active or merged, which switches off the LoRA `{ADAPTER_NAME}` of the slots; "
-            f"expected only `{ADAPTER_NAME}`. Train it with `set_stage`, and without a `peft_config`."
+            f"Active or merged PEFT adapters: {adapters}; expected only {ADAPTER_NAME!r}, the LoRA of the slots. "
+            "Activate only this adapter. To train it, call `set_stage`, and pass no `peft_config` to the trainer."
         )
 
 
@@ -665,9 +665,9 @@ class SlotDecoderLayer(InPlaceMixin):
         cache = None if slots.rotation is None else MovedKeysValues(kwargs.get(CACHE), slots.rotation)
         if cache is not None and is_recording_outputs():
             raise ValueError(
-                "`output_attentions` is set, but with `passage_alignment='end'` and passages of different lengths, "
-                "slots have other positions for the text after them than for each other; one forward pass cannot "
-                "record both. Pass one passage, or compute the passages with a `PassageCache` first."
+                "`output_attentions` is set, but attentions cannot be recorded with `passage_alignment='end'` and "
+                "passages of different lengths, because slots then have two positions: one for each other and one for "
+                "the text after them. Pass one passage, or compute the passages with a `PassageCache` first."
             )
         with lora_on(self._lora_positions(slots.flat_index())):
             # The explicit form of `super` can be compiled twice in a method.
@@ -823,9 +823,9 @@ _SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 # Backbones that are refused for a reason that neither their configuration nor their layers' signatures show.
 _UNSUPPORTED = {
-    "minicpm3": "a linear of its attention has rows of the cache as input, where LoRA cannot be limited to slots",
-    "doge": "a linear of its attention has rows of the cache as input, where LoRA cannot be limited to slots",
-    "modernbert-decoder": "its head is more than one linear",
+    "minicpm3": "a linear layer of its attention has cached states as input, where LoRA cannot be limited to slots",
+    "doge": "a linear layer of its attention has cached states as input, where LoRA cannot be limited to slots",
+    "modernbert-decoder": "its head is more than one linear layer",
     "gemma3n_text": "its layers exchange more than hidden states",
 }
 
@@ -845,10 +845,13 @@ def check_backbone_config(config: PreTrainedConfig) -> None:
     if config.is_encoder_decoder:
         _refuse(config, "it is an encoder-decoder model, but slots need a causal decoder")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        _refuse(config, "transformers has no causal language model for it")
+        _refuse(config, "transformers has no causal language model of this type")
     other_types = set(getattr(config, "layer_types", None) or ()) - _SUPPORTED_LAYER_TYPES
     if other_types:
-        _refuse(config, f"its layers use {', '.join(sorted(other_types))}, which has no keys and values to refine with")
+        _refuse(
+            config,
+            f"it has layers of the type {', '.join(sorted(other_types))}; expected only full or sliding attention",
+        )
 
 
 def find_decoder_layers(backbone: PreTrainedModel) -> nn.ModuleList:
@@ -866,17 +869,17 @@ def find_decoder_layers(backbone: PreTrainedModel) -> nn.ModuleList:
         and all(isinstance(layer, GradientCheckpointingLayer) for layer in module)
     ]
     if len(stacks) != 1:
-        _refuse(config, f"it has {len(stacks)} stacks of {config.num_hidden_layers} decoder layers, expected 1")
+        _refuse(config, f"it has {len(stacks)} stacks of {config.num_hidden_layers} decoder layers; expected 1")
     # The signature of a layer decides: an argument that it lacks would be ignored, or fail in the first forward.
     parameters = inspect.signature(type(stacks[0][0]).forward).parameters
     kinds = {parameter.kind for parameter in parameters.values()}
     if inspect.Parameter.VAR_KEYWORD not in kinds:
-        _refuse(config, "its decoder layers take no further keyword arguments, so slot rows cannot reach them")
+        _refuse(config, "its decoder layers accept no other keyword arguments, in which slots would be passed")
     missing = {"attention_mask", "position_embeddings", CACHE} - set(parameters)
     if missing:
-        _refuse(config, f"its decoder layers take no {' and no '.join(f'`{name}`' for name in sorted(missing))}")
+        _refuse(config, f"its decoder layers do not accept {' or '.join(f'`{name}`' for name in sorted(missing))}")
     if any(parameter.dim() > 2 for parameter in stacks[0].parameters()):
-        _refuse(config, "its experts are fused into one parameter, where LoRA cannot be limited to slot rows")
+        _refuse(config, "its experts are fused into one parameter, where LoRA cannot be limited to slots")
     return stacks[0]
 
 
@@ -944,7 +947,9 @@ def one_cache(past_key_values: Cache | None, cache: Cache | None) -> Cache | Non
         `ValueError`: a cache under both names.
     """
     if past_key_values is not None and cache is not None:
-        raise ValueError("Got both `past_key_values` and `cache`, two names of one argument. Pass only one of them.")
+        raise ValueError(
+            "Got both `past_key_values` and `cache`, two names of the same argument. Pass only one of them."
+        )
     return past_key_values if cache is None else cache
 
 
@@ -1087,22 +1092,23 @@ class ArcAlignerModel(ArcAlignerPreTrainedModel):
         if input_ids is None:
             if context_embeds is not None:
                 raise ValueError(
-                    "Got `context_embeds` without `input_ids`, which say where the slots are. Pass `input_ids` with "
-                    f"the `context_token_id` {slot_id} for each slot."
+                    "Got `context_embeds` without `input_ids`, which show where the slots are. Pass `input_ids` with "
+                    f"the `context_token_id` {slot_id} in the place of each slot."
                 )
             return
         if context_embeds is None and is_generated:
             return
         check_ids(input_ids, "`input_ids`", self.config.text_config.vocab_size, (slot_id,))
         if context_embeds is None:
-            if (is_slot := input_ids == slot_id).any():
+            if (input_ids == slot_id).any():
                 raise ValueError(
-                    f"Got {int(is_slot.sum())} context tokens (id {slot_id}) in `input_ids`, but no `context_embeds`. "
-                    "Pass the embeddings of the slots, as the processor returns them."
+                    f"`input_ids` has slots (the `context_token_id` {slot_id}), but `context_embeds` is missing. Pass "
+                    "`context_embeds`, as the processor returns it."
                 )
         if inputs_embeds is not None:
             raise ValueError(
-                "Got both `inputs_embeds` and `input_ids`. Pass one of them; a prompt with slots needs `input_ids`."
+                "Got both `inputs_embeds` and `input_ids`. Pass only one of them; for a prompt with slots, pass "
+                "`input_ids`."
             )
 
     def _prepare_slots(
@@ -1336,8 +1342,8 @@ def head_nll(
     """
     if any(parameter.requires_grad for parameter in head.parameters()):
         raise ValueError(
-            "`skip_logits=True` computes no gradient for the head, but the head requires one. Freeze the head, or "
-            "leave out `skip_logits`."
+            "With `skip_logits=True` the language-model head gets no gradient, but it requires one. Call "
+            "`lm_head.requires_grad_(False)`, or leave out `skip_logits`."
         )
     return _HeadLoss.apply(hidden_states, targets, head, text_config)
 
@@ -1367,14 +1373,14 @@ def check_slots_after_cache(
     if layout.slot_indices.shape[0] == 0 or cache is None or cache.get_seq_length() == 0:
         return
     if config.refines(**gate_options):
-        reason = "refinement needs the deeper states of earlier tokens, which are not in a cache"
+        reason = "refinement needs hidden states of earlier tokens that a cache does not contain"
     elif config.passage_attention == "separate" and context_passage_ids is not None:
-        reason = "the slots of several passages need the positions of the whole prompt"
+        reason = "slots of independent passages need the positions of the whole prompt"
     else:
         return
     raise ValueError(
-        f"The input has slots after {cache.get_seq_length()} cached tokens, but {reason}. Start with an empty cache. "
-        "If these slots are already in the cache, pass only the tokens after them."
+        f"The input has slots after cached tokens ({cache.get_seq_length()} of them), but {reason}. Start with an "
+        "empty cache. If the cache already contains these slots, pass only the tokens after them."
     )
 
 
@@ -1502,24 +1508,25 @@ class SlotGenerationMixin(GenerationMixin):
             if kwargs.get("context_embeds") is None and cache is None:  # text alone
                 check_length(input_ids.shape[1], "The prompt", self.config.text_config)
         if not (mask is None or isinstance(mask, dict) or isinstance(mask, torch.Tensor) and mask.dim() > 1):
-            shape = f" of shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else ""
+            shape = f" and shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else ""
             raise ValueError(
-                f"`attention_mask` is a {type(mask).__name__}{shape}; expected a tensor of shape (batch, seq_len)."
+                f"`attention_mask` is of type {type(mask).__name__}{shape}; expected a tensor of shape (batch, "
+                "seq_len)."
             )
         if settings := {name: kwargs[name] for name in REFINEMENT_SETTINGS if kwargs.get(name) is not None}:
             check_gates(**settings)
             if self._has_cached_slots(input_ids, cache):
                 logger.warning_once(
-                    f"{', '.join(f'`{name}`' for name in settings)} of `generate` cannot change slots that are already "
-                    "in `past_key_values`. Pass these settings to `prepare` of the passage cache instead."
+                    f"`generate` ignores {', '.join(f'`{name}`' for name in settings)}, because the slots are already "
+                    "in the cache. Pass such settings to `PassageCache.prepare` instead."
                 )
         generation_config = kwargs.get("generation_config") or self.generation_config
         chunk_size = kwargs.get("prefill_chunk_size", generation_config.prefill_chunk_size)
         if chunk_size is not None:
-            where = "Leave it out" if "prefill_chunk_size" in kwargs else "Set it to None in the generation config"
+            is_argument = "prefill_chunk_size" in kwargs
+            advice = "Leave `prefill_chunk_size` out." if is_argument else "Set it to None in the generation config."
             raise ValueError(
-                f"`prefill_chunk_size` is {chunk_size}, but a prompt with slots cannot be prefilled in chunks: slots "
-                f"are refined together with all text before them. {where}; a compressed prompt is short."
+                f"`prefill_chunk_size` is {chunk_size}, but a prompt with slots cannot be prefilled in chunks. {advice}"
             )
         if (passage_prior := kwargs.pop("passage_prior", None)) is not None:
             kwargs["slot_bias"] = self.slot_bias(input_ids, kwargs.get("context_passage_ids"), passage_prior)
@@ -1581,9 +1588,9 @@ def check_finite(logits: torch.Tensor) -> None:
     position."""
     if not torch.isfinite(logits[:, -1]).all():
         raise ValueError(
-            "The logits contain NaN or infinite values; expected finite ones. The model computes in float16, where "
-            "values above 65,504 overflow. Load the model with `dtype=torch.bfloat16` or `torch.float32`; if that does "
-            "not help, check `context_embeds` for values that are NaN, infinite or very large."
+            "The logits contain NaN or infinite values, because the model computes in float16, in which numbers above "
+            "65,504 overflow. Load the model with `dtype=torch.bfloat16` or `dtype=torch.float32`. If that does not "
+            "help, check that the values of `context_embeds` are finite and not very large."
         )
 
 
@@ -1748,8 +1755,9 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
     def _new_layer_states(self, only_answerability: bool) -> LayerStates:
         if self.answerability_head is None:
             raise ValueError(
-                "`only_answerability` needs an aligner with an answerability head, but `config.answerability_layers` "
-                "of this one is None. Fit the head with `python -m arcaligner.train.confidence`."
+                "`only_answerability` needs an answerability head, but this aligner has none (its "
+                "`answerability_layers` is None). Fit one with `python -m arcaligner.train.confidence`, or leave out "
+                "`only_answerability`."
             )
         return LayerStates(self.config.answerability_layers, only_answerability)
 
@@ -1786,9 +1794,11 @@ def check_ids(
     if vocab_size is not None:  # an embedding table takes two dtypes
         is_whole = is_whole and ids.dtype in (torch.int32, torch.int64)
     if not is_whole or ids.dim() != shape.count(",") + 1:
-        kind = f" {ids.dtype}, {ids.layout}, of shape {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else ""
-        whole = "whole numbers" if vocab_size is None else "int64 or int32"
-        raise ValueError(f"{name} is a {type(ids).__name__}{kind}; expected a dense tensor of {whole} {shape}.")
+        kind = f"of type {type(ids).__name__}"
+        if isinstance(ids, torch.Tensor):
+            kind = f"a tensor of dtype {ids.dtype}, layout {ids.layout} and shape {tuple(ids.shape)}"
+        whole = "whole numbers" if vocab_size is None else "dtype int64 or int32"
+        raise ValueError(f"{name} is {kind}; expected a dense tensor of {whole}, of shape {shape}.")
     if vocab_size is None or ids.device.type != "cpu" or torch.compiler.is_compiling():
         return
     is_unknown = (ids < 0) | (ids >= vocab_size)
@@ -1797,7 +1807,7 @@ def check_ids(
     if is_unknown.any():
         alternatives = "".join(f", or {other}" for other in others)
         raise ValueError(
-            f"{name} contain the id {ids[is_unknown][0]}; expected ids from 0 to {vocab_size - 1}{alternatives}."
+            f"{name} has the id {ids[is_unknown][0]}; expected ids from 0 to {vocab_size - 1}{alternatives}."
         )
 
 
@@ -1807,16 +1817,19 @@ def check_context_embeds(config: ArcAlignerConfig, slot_mask: torch.Tensor, cont
     width = config.encoder_hidden_size
     kind = context_embeds.dtype if isinstance(context_embeds, torch.Tensor) else type(context_embeds).__name__
     if kind not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        raise ValueError(f"`context_embeds` is of type {kind}; expected a tensor of floats of 16 bits or more.")
+        raise ValueError(
+            f"`context_embeds` is of type {kind}; expected a tensor of floating-point numbers with at least 16 bits."
+        )
     if context_embeds.dim() != 3 or context_embeds.shape[0] != slot_mask.shape[0]:
         raise ValueError(
             f"`context_embeds` has shape {tuple(context_embeds.shape)}; expected ({slot_mask.shape[0]}, max_slots, "
-            f"{width}), one row for each row of `input_ids`."
+            f"{width}), with a row for each row of `input_ids`."
         )
     if context_embeds.shape[2] != width:
         raise ValueError(
-            f"`context_embeds` is {context_embeds.shape[2]} wide; expected the `encoder_hidden_size` {width} of the "
-            f"aligner. Use the encoder that the aligner was trained with: {config.encoder_name_or_path}."
+            f"The embeddings in `context_embeds` have {context_embeds.shape[2]} dimensions; expected {width}, the "
+            "`encoder_hidden_size` of the aligner. Use the encoder that the aligner was trained with: "
+            f"{config.encoder_name_or_path}."
         )
 
 
@@ -1825,19 +1838,20 @@ def check_word_ids(config: ArcAlignerConfig, context_embeds: torch.Tensor, conte
     if not config.word_parts:
         if context_word_ids is not None:
             raise ValueError(
-                "Got `context_word_ids`, but this aligner uses no token ids: `config.word_parts` is 0. Leave out "
-                "`context_word_ids`, or use the processor of this checkpoint."
+                "Got `context_word_ids`, but this aligner uses no token ids of passages (`config.word_parts` is 0). "
+                "Leave out `context_word_ids`, or use the processor of this checkpoint."
             )
         return
     if context_word_ids is None:
         raise ValueError(
-            f"`context_word_ids` is missing, but `config.word_parts` is {config.word_parts}: a slot also needs the "
-            "token ids of its text. Pass those that the processor of this checkpoint returns."
+            "`context_word_ids` is missing, but slots of this aligner need the token ids of their texts "
+            f"(`config.word_parts` is {config.word_parts}). Pass the `context_word_ids` that the processor of this "
+            "checkpoint returns."
         )
     expected = f"({context_embeds.shape[0]}, {context_embeds.shape[1]}, max_words)"
     check_ids(context_word_ids, "`context_word_ids`", config.text_config.vocab_size, (-1,), expected)
     if context_word_ids.shape[:2] != context_embeds.shape[:2]:
         raise ValueError(
-            f"`context_word_ids` has shape {tuple(context_word_ids.shape)}; expected {expected}, a row for each "
-            "context embedding."
+            f"`context_word_ids` has shape {tuple(context_word_ids.shape)}; expected {expected}, with an entry for "
+            "each slot of `context_embeds`."
         )

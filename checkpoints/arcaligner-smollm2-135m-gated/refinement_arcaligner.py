@@ -428,13 +428,14 @@ def _budget_of(
         return None
     if training:
         raise ValueError(
-            f"`refinement_budget` is {share} in training, where every slot takes every step for the gradients of the "
-            "gates. Call `model.eval()`, or leave out `refinement_budget`."
+            f"`refinement_budget` is {share}, but the model is in training mode, which needs all refinement steps of "
+            "all slots. Call `model.eval()`, or leave out `refinement_budget`."
         )
     if (kernel := config.text_config._attn_implementation) not in MASK_KERNELS:
         raise ValueError(
-            f"`refinement_budget` is {share}, but with attention `{kernel}` only all slots can be refined together. "
-            f"Load the model with `attn_implementation` {' or '.join(MASK_KERNELS)}, or leave out `refinement_budget`."
+            f"`refinement_budget` is {share}, but the attention kernel `{kernel}` cannot refine only some of the "
+            f"slots. Load the model with `attn_implementation` {' or '.join(map(repr, MASK_KERNELS))}, or leave out "
+            "`refinement_budget`."
         )
     return RefinementBudget(share, costs, layout, computes_gates=gate_settings.gate_mode != "always")
 

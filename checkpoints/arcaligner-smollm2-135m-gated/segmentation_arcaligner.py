@@ -111,7 +111,7 @@ def check_tokens_per_slot(tokens_per_slot: int | str) -> None:
     is_segment = isinstance(tokens_per_slot, str) and tokens_per_slot == "segment"
     if not is_segment and not (is_number(tokens_per_slot, int) and tokens_per_slot >= 1):
         raise ValueError(
-            f'`tokens_per_slot` is {tokens_per_slot!r}; expected a whole number of tokens of at least 1, or "segment" '
+            f'`tokens_per_slot` is {tokens_per_slot!r}; expected a whole number of tokens, at least 1, or "segment" '
             "for one slot per segment."
         )
 
@@ -127,7 +127,7 @@ def check_slot_settings(max_slots: int | None, tokens_per_slot: int | str | None
 def check_num_tokens(name: str, value) -> None:
     """Raise `ValueError` unless the `value` of the setting `name` is a whole number of at least 1."""
     if not (is_number(value, Integral) and value >= 1):
-        raise ValueError(f"`{name}` is {value!r}; expected a whole number of tokens of at least 1.")
+        raise ValueError(f"`{name}` is {value!r}; expected a whole number of tokens, at least 1.")
 
 
 def in_original_text(segments: Sequence[Segment], documents: Sequence[str | dict]) -> list[Segment]:
@@ -240,8 +240,8 @@ def check_sentences_per_segment(sentences_per_segment: int | float) -> None:
     is_whole = float(sentences_per_segment).is_integer() and sentences_per_segment >= 1
     if sentences_per_segment != 0.5 and not is_whole:
         raise ValueError(
-            f"`sentences_per_segment` is {sentences_per_segment}; expected 0.5 for half sentences (12x compression in "
-            "the paper), 1 for sentences (24x), or a larger whole number to merge sentences (3: 72x)."
+            f"`sentences_per_segment` is {sentences_per_segment}; expected 0.5 for half sentences, 1 for sentences, or "
+            "a larger whole number for segments of several sentences."
         )
 
 

@@ -20,8 +20,8 @@ def check_text(text: str, subject: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{subject} is not valid Unicode at character {error.start}: {text[error.start]!a}. Decode it with the "
-            "encoding that it was written in."
+            f"{subject} is not valid Unicode: its character {error.start} is {text[error.start]!a}. Decode the text "
+            "with the encoding that it was written in."
         ) from error
 
 
@@ -38,7 +38,7 @@ def check_conversation(conversation: Any) -> None:
     """Raise `ValueError` unless `conversation` is a list of messages, or a list of such lists."""
     messages = getattr(conversation, "messages", conversation)  # an attribute of transformers' `Chat`
     if not isinstance(messages, list | tuple) or not messages:
-        raise ValueError(f"A conversation is {messages!r}; expected a list of at least one message.")
+        raise ValueError(f"A conversation is {messages!r}; expected a list with at least one message.")
     if any(isinstance(message, list | tuple) for message in messages):
         for several in messages:
             check_conversation(several)
@@ -70,10 +70,10 @@ def _with_plain_texts(messages: Sequence[dict]) -> list[dict]:
             is_text = all(isinstance(part, str) for part in parts) and all(part["type"] == "text" for part in content)
             content = "".join(parts) if is_text else content
         if isinstance(content, str):
-            check_text(content, f"A message of the {message['role']}")
+            check_text(content, f"The content of a message with the role {message['role']!r}")
         elif content is not None or not message.get("tool_calls"):
             raise ValueError(
-                f"A message of the {message['role']} is {content!r}; expected a string or "
+                f"The content of a message with the role {message['role']!r} is {content!r}; expected a string or "
                 '[{"type": "text", "text": str}].'
             )
         texts.append({**message, "content": content})
@@ -280,7 +280,7 @@ def title_of(document) -> str | None:
     """The `readable` title of a document, if it has one. Raises `ValueError` for a title that is not a text."""
     title = document.get("title") if isinstance(document, dict) else None
     if title is not None and not isinstance(title, str):
-        beginning = f"The title of the document {str(document.get('text'))[:40]!r}"
+        beginning = f"The title of the document that begins with {str(document.get('text'))[:40]!r}"
         raise ValueError(f"{beginning} is of type {type(title).__name__}; expected a string or None.")
     check_text(title or "", "A title")
     return title and readable(title).text
@@ -373,7 +373,7 @@ def _with_marked(tokenizer, ids: list[int], spans: Sequence[str | None]) -> list
         span_ids = span_ids[len(newline) :] if span_ids[: len(newline)] == newline else encode_span(span)
         if is_marked and tokenizer.convert_tokens_to_ids(span) in span_ids:
             raise ValueError(
-                f"The tokenizer makes a control token of {span!r} even in plain text. Remove {span!r} from the "
+                f"The tokenizer turns {span!r} into a control token even in plain text. Remove {span!r} from the "
                 "question and the documents."
             )
         ids += span_ids

@@ -120,15 +120,16 @@ def _check_slots(is_slot: np.ndarray, is_finite: np.ndarray, is_nonzero: np.ndar
     if max_count > num_embeds or is_nonzero[:, max_count:].any():
         raise ValueError(
             f"The rows of `input_ids` have {counts.tolist()} context tokens, but `context_embeds` has {num_embeds} "
-            "embeddings per row; expected one for each context token. If rows have different numbers, pad the shorter "
-            "ones with 0 at the end."
+            "embeddings per row; expected one for each context token. Put zeros at the end of rows that have fewer "
+            "context tokens."
         )
     is_broken = ~is_finite & (np.arange(num_embeds) < counts[:, None])  # (batch, max_slots)
     if is_broken.any():
         row, slot = np.argwhere(is_broken)[0]
         raise ValueError(
-            f"`context_embeds` has NaN or values beyond {LARGEST_VALUE:g} in {is_broken.sum()} of {counts.sum()} "
-            f"slots, first in slot {slot} of row {row}; expected finite values. Check the encoder's output."
+            f"`context_embeds` has NaN or absolute values above {LARGEST_VALUE:,.0f} in {is_broken.sum()} of "
+            f"{counts.sum()} slots, first in slot {slot} of row {row}; expected the embeddings of a sentence encoder. "
+            "Check the encoder's output."
         )
 
 
@@ -197,19 +198,28 @@ def check_can_separate(config: PreTrainedConfig, in_one_row: bool = True) -> Non
     have them `in_one_row`. Cached passages are joined without a mask, so they work with any kernel."""
     if in_one_row and (kernel := config._attn_implementation) not in MASK_KERNELS:
         raise ValueError(
-            f"`passage_attention` is 'separate', but attention `{kernel}` takes no mask that separates passages. "
-            f"Load the model with `attn_implementation` {' or '.join(MASK_KERNELS)}, or pass one passage."
+            f"`passage_attention` is 'separate', but the attention kernel `{kernel}` does not accept a mask that "
+            f"separates passages. Load the model with `attn_implementation` {' or '.join(map(repr, MASK_KERNELS))}, or "
+            "pass only one passage."
         )
     if any(DynamicCache(config=config).is_sliding):
         raise ValueError(
-            f"`passage_attention` is 'separate', but layers of the backbone {config.model_type} have a sliding window, "
-            "which would count the slots of all passages. Use 'joint', or pass one passage."
+            f"`passage_attention` is 'separate', but layers of the backbone `{config.model_type}` have a sliding "
+            "window, in which the slots of all passages count. Load model and processor with "
+            "`passage_attention='joint'`, or pass only one passage."
         )
 
 
 def can_separate(config: PreTrainedConfig) -> bool:
     """Whether independent passages can share a row."""
     return config._attn_implementation in MASK_KERNELS and not any(DynamicCache(config=config).is_sliding)
+
+
+def _described(value) -> str:
+    """The type of a value, with the dtype and the shape of a tensor."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of dtype {value.dtype} and shape {tuple(value.shape)}"
+    return f"of type {type(value).__name__}"
 
 
 def check_passage_ids(passage_ids, context_embeds: torch.Tensor, slot_mask: torch.Tensor) -> None:
@@ -223,24 +233,28 @@ def check_passage_ids(passage_ids, context_embeds: torch.Tensor, slot_mask: torc
     expected = tuple(context_embeds.shape[:2])
     is_ids = isinstance(passage_ids, torch.Tensor) and passage_ids.dtype in (torch.int64, torch.int32)
     if not is_ids or tuple(passage_ids.shape) != expected:
-        kind = f"{passage_ids.dtype} of shape {tuple(passage_ids.shape)}" if is_ids else type(passage_ids).__name__
-        raise ValueError(f"`context_passage_ids` is {kind}; expected whole numbers of shape {expected}.")
+        raise ValueError(
+            f"`context_passage_ids` is {_described(passage_ids)}; expected an int64 tensor of shape {expected}."
+        )
     if passage_ids.device.type != "cpu":
         return  # reading them would make the host wait for the device
     if bool(((slot_mask[:, 1:] & ~slot_mask[:, :-1]).sum(dim=1) + slot_mask[:, 0] > 1).any()):
         raise ValueError(
-            "There is text between the slots of a row, but independent passages all start at the same position. Put "
-            "the slots of all passages in one span before the question, or load the model with "
-            "`passage_attention='joint'`."
+            "`input_ids` has text between the slots of a row, but independent passages all start at the same position. "
+            "Put the slots of all passages directly after each other, before the question, or load model and processor "
+            "with `passage_attention='joint'`."
         )
     is_real = (
         torch.arange(expected[1], device=slot_mask.device) < slot_mask.sum(dim=1)[:, None]
     )  # padding follows the slots
     falls = (passage_ids[:, 1:] < passage_ids[:, :-1]) & is_real[:, 1:]  # (batch, max_slots - 1)
-    if bool(falls.any()) or bool(((passage_ids < 0) & is_real).any()):
+    is_wrong = torch.cat([falls, falls.new_zeros(len(falls), 1)], dim=1) | (passage_ids < 0) & is_real
+    if bool(is_wrong.any()):
+        row, slot = is_wrong.nonzero()[0].tolist()
         raise ValueError(
-            f"`context_passage_ids` is {passage_ids.tolist()}; expected numbers of at least 0 that never decrease "
-            "along the slots of a row, because the slots of a passage are adjacent."
+            f"`context_passage_ids` of row {row} has the numbers {passage_ids[row, slot : slot + 2].tolist()} from "
+            f"slot {slot} on; expected numbers of at least 0 that never decrease, because the slots of a passage are "
+            "adjacent. Sort the slots by passage, and number the passages from 0."
         )
 
 
@@ -385,23 +399,27 @@ def check_passage_prior(passage_prior, passage_ids: torch.Tensor | None, config:
     max_slots), and the attention kernel accepts it."""
     if (kernel := config._attn_implementation) not in MASK_KERNELS:
         raise ValueError(
-            f"`passage_prior` is set, but attention `{kernel}` takes no bias for each key. Load the model with "
-            f"`attn_implementation` {' or '.join(MASK_KERNELS)}, or leave out `passage_prior`."
+            f"`passage_prior` is set, but the attention kernel `{kernel}` does not accept a bias. Load the model with "
+            f"`attn_implementation` {' or '.join(map(repr, MASK_KERNELS))}, or leave out `passage_prior`."
         )
     check_can_separate(config)
     if passage_ids is None:
-        raise ValueError("`passage_prior` needs `context_passage_ids`, which say where each passage is. Pass both.")
+        raise ValueError(
+            "Got `passage_prior` without `context_passage_ids`, the passage number of each slot. Pass both."
+        )
     is_tensor = isinstance(passage_prior, torch.Tensor)
     is_numbers = is_tensor and passage_prior.is_floating_point()
     min_shape = (len(passage_ids), int(passage_ids.max()) + 1 if passage_ids.numel() else 0)
     shape = tuple(passage_prior.shape) if is_tensor else None
     if not is_numbers or len(shape) != 2 or shape[0] != min_shape[0] or shape[1] < min_shape[1]:
-        kind = f"{passage_prior.dtype} of shape {shape}" if is_tensor else type(passage_prior).__name__
-        raise ValueError(f"`passage_prior` is {kind}; expected floating-point numbers of shape {min_shape}.")
+        raise ValueError(
+            f"`passage_prior` is {_described(passage_prior)}; expected a floating-point tensor of shape {min_shape}, a "
+            "number for each passage of each row."
+        )
     if not bool(passage_prior.isfinite().all()):
         raise ValueError(
-            "`passage_prior` contains infinite numbers or NaN; expected finite numbers. To hide a passage, use a large "
-            "negative number."
+            "`passage_prior` contains NaN or infinite numbers; expected finite numbers. To hide a passage, use a low "
+            "number, such as -100."
         )
 
 

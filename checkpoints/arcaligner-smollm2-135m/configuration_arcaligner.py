@@ -14,7 +14,7 @@ from transformers.utils.versions import require_version
 # version may lack the imported names.
 REQUIREMENTS = ("torch>=2.9", "transformers>=5.10", "peft>=0.18.1", "sentence-transformers>=5.2", "spacy>=3.8")
 for _requirement in REQUIREMENTS:
-    require_version(_requirement, f'Install what this aligner needs: pip install "{_requirement}"')
+    require_version(_requirement, f'Run `pip install "{_requirement}"`.')
 
 from transformers import AutoConfig, PreTrainedConfig  # noqa: E402
 from transformers.utils import logging  # noqa: E402
@@ -65,19 +65,20 @@ def check_gates(
         raise ValueError(f"`gate_mode` is {gate_mode!r}; expected one of {', '.join(GATE_MODES)}.")
     if gate_threshold is not None and not (is_number(gate_threshold, Real) and 0.0 < gate_threshold <= 1.0):
         raise ValueError(
-            f"`gate_threshold` is {gate_threshold!r}; expected a probability above 0 and up to 1. A gate with at least "
-            "this probability is open."
+            f"`gate_threshold` is {gate_threshold!r}; expected a probability above 0 and at most 1. Gates open at this "
+            "probability or above."
         )
     steps = max_refinement_steps
     if steps is not None and not (is_number(steps, Integral) and steps >= 0):
         raise ValueError(
-            f"`max_refinement_steps` is {steps!r}; expected a whole number of at least 0, the number of extra passes."
+            f"`max_refinement_steps` is {steps!r}; expected a whole number of at least 0, the maximum number of extra "
+            "passes through a layer."
         )
     if refinement_budget is not None and not (is_number(refinement_budget, Real) and refinement_budget >= 0):
         raise ValueError(
-            f"`refinement_budget` is {refinement_budget!r}; expected a number of at least 0, the operations of the "
-            "refinement relative to those of the prefill: 0.1 allows 10 % more, 0 switches refinement off, and "
-            "infinity means no limit."
+            f"`refinement_budget` is {refinement_budget!r}; expected a number of at least 0: the operations that "
+            "refinement may add, as a share of those of the prefill. 0.1 means 10 % more operations, 0 no refinement, "
+            "and `math.inf` no limit."
         )
 
 
@@ -125,9 +126,9 @@ def check_alignment(passage_alignment: str, text_config: PreTrainedConfig) -> No
     if text_config.model_type in ROTATED_BACKBONES and kind not in LENGTH_DEPENDENT_ROPES and not is_partial:
         return
     raise ValueError(
-        f"`passage_alignment` is 'end', but the backbone is of type {text_config.model_type!r} with the RoPE {rope}; "
-        f"expected one of {', '.join(ROTATED_BACKBONES)} with a RoPE that rotates whole heads and does not depend on "
-        "the length of a prompt. Use `passage_alignment='start'`, or another base model."
+        f"`passage_alignment` is 'end', but the backbone is of type {text_config.model_type!r} with the RoPE "
+        f"parameters {rope}; expected one of {', '.join(ROTATED_BACKBONES)}, with a RoPE that rotates whole heads and "
+        "does not depend on the length of the prompt. Use `passage_alignment='start'`, or another base model."
     )
 
 
@@ -135,8 +136,9 @@ def check_multihop_head(is_used: bool, answerability_layers: list[int] | None) -
     """Raise `ValueError` for an aligner with a multi-hop head, but without an answerability head."""
     if is_used and answerability_layers is None:
         raise ValueError(
-            "`use_multihop_head` is true, but `answerability_layers` is None: the multi-hop head needs the "
-            "answerability head. Fit that first with `python -m arcaligner.train.confidence`."
+            "`use_multihop_head` is true, but `answerability_layers` is None: the multi-hop head needs an "
+            "answerability head. Fit one with `python -m arcaligner.train.confidence`, or set `use_multihop_head` to "
+            "false."
         )
 
 
@@ -316,8 +318,8 @@ class ArcAlignerConfig(PreTrainedConfig):
             )
         if self.word_parts < 0:
             raise ValueError(
-                f"`word_parts` is {self.word_parts}; expected a number of parts of at least 1, or 0 to leave token "
-                "embeddings out."
+                f"`word_parts` is {self.word_parts}; expected the number of parts of a slot, at least 1, or 0 to use "
+                "no token embeddings."
             )
         num_layers = self.text_config.num_hidden_layers
         if isinstance(self.gate_layers, str):
@@ -337,7 +339,10 @@ class ArcAlignerConfig(PreTrainedConfig):
         if self.answer_calibration is not None and not (
             len(self.answer_calibration) == 3 and all(is_number(value, Real) for value in self.answer_calibration)
         ):
-            raise ValueError(f"`answer_calibration` is {self.answer_calibration!r}; expected three numbers, or None.")
+            raise ValueError(
+                f"`answer_calibration` is {self.answer_calibration!r}; expected the three numbers that `python -m "
+                "arcaligner.train.confidence` fits, or None."
+            )
         self.named_dtype = self.dtype  # a copy, because the loader may change `dtype`
 
     @property
@@ -375,9 +380,9 @@ class ArcAlignerConfig(PreTrainedConfig):
         try:
             return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
         except StrictDataclassError as error:
-            reason = " ".join(str(error).split())
+            reason = " ".join(str(error).split()).rstrip(".")
             raise ValueError(
-                f"The config.json of {pretrained_model_name_or_path} cannot be used: {reason}. Correct that field, or "
+                f"The config.json of {pretrained_model_name_or_path} cannot be used: {reason}. Correct this field, or "
                 "download the checkpoint again."
             ) from error
 
@@ -390,7 +395,7 @@ class ArcAlignerConfig(PreTrainedConfig):
             config_dict.items()
         except (AttributeError, TypeError) as error:  # the file contains other JSON
             raise ValueError(
-                f"The config.json of {pretrained_model_name_or_path} is not a configuration ({error}); expected a JSON "
+                f"The config.json of {pretrained_model_name_or_path} does not contain a configuration, which is a JSON "
                 "object. Download the checkpoint again."
             ) from error
         model_type = config_dict.get("model_type")
@@ -399,8 +404,9 @@ class ArcAlignerConfig(PreTrainedConfig):
             saved, wanted = config_dict.get(name, default), kwargs.get(name)
             if config_dict.get("training_stage") and wanted in (default, *others) and wanted != saved:
                 logger.warning_once(
-                    f"{pretrained_model_name_or_path} was saved with `{name}` {saved!r} and is loaded with {wanted!r}. "
-                    f"Expect worse answers from several passages until it is trained with {wanted!r}."
+                    f"{pretrained_model_name_or_path} was trained with `{name}={saved!r}` and is loaded with "
+                    f"{wanted!r}. Expect worse answers from several passages, unless you train the aligner with "
+                    f"{wanted!r}."
                 )
         # The name of a base model loads an untrained aligner around it, with which training starts.
         if model_type is not None and model_type != cls.model_type:
@@ -431,8 +437,8 @@ def check_length(length: int, subject: str, config: PreTrainedConfig, position_i
         length = int(position_ids.max()) + 1
     if longest is not None and length > longest:
         raise ValueError(
-            f"{subject} has {length} positions but the backbone {config.model_type} supports at most {longest}. Pass "
-            "fewer or shorter passages, put more text into a slot (`tokens_per_slot`), or shorten the question."
+            f"{subject} has {length} positions, but the backbone `{config.model_type}` supports at most {longest}. "
+            "Pass fewer or shorter passages, put more text into each slot (`tokens_per_slot`), or shorten the question."
         )
 
 

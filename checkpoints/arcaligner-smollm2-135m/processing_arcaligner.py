@@ -128,7 +128,9 @@ class ArcAlignerProcessor(ProcessorMixin):
         sizes |= {"max_prompt_length": max_prompt_length}
         for name, value in (names | sizes).items():
             if not isinstance(value, str if name in names else int | None):
-                raise ValueError(f"`{name}` is {value!r}; expected {'a name' if name in names else 'a number'}.")
+                raise ValueError(
+                    f"`{name}` is {value!r}; expected {'a string' if name in names else 'a whole number'}."
+                )
         for name, value in {"max_passage_tokens": max_passage_tokens, "passage_tokens": passage_tokens}.items():
             check_num_tokens(name, value)
         self.max_passage_tokens, self.passage_tokens = max_passage_tokens, passage_tokens
@@ -157,7 +159,7 @@ class ArcAlignerProcessor(ProcessorMixin):
     def check_copy_bonus(copy_bonus: Any) -> None:
         """Raise `ValueError` unless `copy_bonus` is a finite number of at least 0."""
         if not (is_number(copy_bonus, Real) and 0 <= copy_bonus < math.inf):
-            raise ValueError(f"`copy_bonus` is {copy_bonus!r}; expected a number of at least 0, such as 6.")
+            raise ValueError(f"`copy_bonus` is {copy_bonus!r}; expected a finite number of at least 0, such as 8.")
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
@@ -182,7 +184,7 @@ class ArcAlignerProcessor(ProcessorMixin):
         except Exception as error:
             if type(error) is not Exception:  # what the tokenizers library raises
                 raise
-            raise ValueError(f"{folder / 'tokenizer.json'} cannot be used: {error}. Download it again.") from error
+            raise ValueError(f"{folder / 'tokenizer.json'} cannot be used ({error}). Download it again.") from error
         if processor.trained_encoder:
             processor.load_trained_encoder(folder)
         return processor
@@ -209,8 +211,9 @@ class ArcAlignerProcessor(ProcessorMixin):
         settings, kwargs = super().get_processor_dict(pretrained_model_name_or_path, **kwargs)
         if "encoder_name_or_path" not in settings:
             raise ValueError(
-                f"{pretrained_model_name_or_path} has no processor_config.json; expected one, with the settings of "
-                "slots. Write it with `processor.save_pretrained`."
+                f"{pretrained_model_name_or_path} has no processor_config.json, or the file lacks "
+                "`encoder_name_or_path`. Download the checkpoint again, or save the processor there with "
+                "`processor.save_pretrained`."
             )
         settings.pop("answer_probe", None)  # of checkpoints of 0.2, which the model reads
         return settings, kwargs
@@ -267,8 +270,8 @@ class ArcAlignerProcessor(ProcessorMixin):
         for parts in prompts:
             if (times := len(parts) - 1) != 1:
                 raise ValueError(
-                    f"The chat template writes the first user message {times} times; expected it once. Use another "
-                    "chat template."
+                    f"The chat template writes the first user message {times} times; expected once, because the slots "
+                    "are in this message. Use another chat template."
                 )
         return [(before, after) for before, after in prompts]
 
@@ -302,9 +305,9 @@ class ArcAlignerProcessor(ProcessorMixin):
         ids = self.tokenizer(texts)["input_ids"] if add_special_tokens else encode_marked(self.tokenizer, texts)
         if any(self.context_token_id in text_ids for text_ids in ids):
             raise ValueError(
-                f"`context_token_id`, which marks slots, is {self.context_token_id}, but the tokenizer has this id for "
-                f"{self.tokenizer.convert_ids_to_tokens(self.context_token_id)!r}. Set it to {len(self.tokenizer)} or "
-                "more in the processor and in the model, so that no text can become a slot."
+                f"`context_token_id` is {self.context_token_id}, which is also the tokenizer's id of "
+                f"{self.tokenizer.convert_ids_to_tokens(self.context_token_id)!r}, so text would become a slot. Set "
+                f"`context_token_id` to {len(self.tokenizer)} or more in the processor and in the model."
             )
         return ids
 
@@ -456,9 +459,9 @@ class ArcAlignerProcessor(ProcessorMixin):
                 last_slot = len(row_ids) - 1 - row_ids[::-1].index(self.context_token_id)
                 if last_slot >= max_length:
                     raise ValueError(
-                        f"`max_length` is {max_length}, which would cut slots: those of row {row} end at position "
-                        f"{last_slot + 1}. Raise `max_length`, pass fewer documents, or put more text into a slot "
-                        "(`tokens_per_slot`, `sentences_per_segment`)."
+                        f"`max_length` is {max_length}, which would cut slots off: row {row} has its last slot at "
+                        f"position {last_slot + 1}. Raise `max_length`, pass fewer documents, or put more text into "
+                        "each slot (`tokens_per_slot`)."
                     )
             ids = [row_ids[:max_length] for row_ids in ids]
         features = self.tokenizer.pad(
@@ -552,12 +555,11 @@ class ArcAlignerProcessor(ProcessorMixin):
             chats = [conversation] if isinstance(conversation[0], dict) else conversation
             if any(message["content"] is None for chat in chats for message in chat):
                 raise ValueError(
-                    "A message has `tool_calls` and its `content` is None, which the chat template of this model "
-                    f"cannot render ({error}). Leave the message out, or set its `content` to a string."
+                    "A message has `tool_calls`, and its `content` is None, but the chat template of this model cannot "
+                    f"render that ({error}). Leave the message out, or set its `content` to a string."
                 ) from error
             raise ValueError(
-                f"The chat template (chat_template.jinja) cannot be used: {error}. Correct the template, or use "
-                "another one."
+                f"The chat template cannot be used ({error}). Correct chat_template.jinja, or use another template."
             ) from error
 
     # Ids to text
@@ -589,7 +591,7 @@ def _with_background_line(messages: list[dict], mark: str) -> list[dict]:
         check_question(message["content"])
         content = BACKGROUND_LINE + mark + QUESTION_LINE + message["content"]
         return [*messages[:position], {**message, "content": content}, *messages[position + 1 :]]
-    raise ValueError("The conversation has no user message. Add one, with the question.")
+    raise ValueError("The conversation has no user message; expected at least one. Add a message with the question.")
 
 
 ArcAlignerProcessor.register_for_auto_class("AutoProcessor")

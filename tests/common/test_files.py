@@ -56,7 +56,7 @@ def test_broken_file_is_refused(tmp_path, caplog):
         list(read_json_lines(path))
     assert caplog.text.count("is not a JSON object") == MAX_BROKEN_LISTED
     path.write_text("no\n" * (MAX_BROKEN_LISTED + 2) + LINES[0])
-    assert list(read_json_lines(path)) == ROWS[:1] and "2 broken lines more were skipped" in caplog.text
+    assert list(read_json_lines(path)) == ROWS[:1] and "skipped 2 more broken lines" in caplog.text
     path.write_text("\n\n")
     assert list(read_json_lines(path)) == []
 

@@ -202,5 +202,8 @@ def test_conversions_are_bounded(monkeypatch, tmp_path):
 def test_missing_library_is_named(monkeypatch, tmp_path):
     (tmp_path / "pdfplumber.py").write_text("raise ImportError(name='pdfplumber')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(ValueError, match=r"a\.pdf needs pdfplumber: `pip install 'arcaligner\[files\]'`"):
+    with pytest.raises(
+        ValueError,
+        match=r"a\.pdf cannot be read without the package pdfplumber. Run `pip install 'arcaligner\[files\]'`",
+    ):
         read_file("a.pdf", pdf(PAGE))

@@ -140,7 +140,7 @@ def test_trained_encoder_is_pushed(fake_hub, push, folder, tmp_path):
     assert torch.equal(pulled.encoder.encode(["A text."]), processor.encoder.encode(["A text."]))
     shutil.rmtree(folder / "encoder")
     code, _, err = push()
-    assert code == 1 and "lacks encoder/adapter_config.json" in err
+    assert code == 1 and "has no encoder/adapter_config.json" in err
 
 
 def test_next_push_replaces_the_aligner(fake_hub, push, folder):
@@ -201,7 +201,7 @@ def drop_a_weight(folder: Path) -> None:
         (lambda folder: (folder / "config.json").unlink(), "lacks config.json"),
         (lambda folder: edit_json(folder / "config.json", model_type="llama"), "of type 'llama'"),
         (lambda folder: (folder / "model.safetensors").unlink(), "aligner weights"),
-        (drop_a_weight, "is incomplete: 1 of "),
+        (drop_a_weight, "lacks 1 of the "),
         (lambda folder: (folder / "processor_config.json").unlink(), "lacks processor_config.json"),
         (lambda folder: (folder / "results.json").write_text("{}"), "does not contain results"),
     ],

@@ -67,7 +67,7 @@ def test_answers_are_learned(tokenizer, monkeypatch):
             assert example["labels"] == [-100] * len(prompt_ids) + target
             assert tokenizer.decode(target) == row["answers"][0] + "<|im_end|>"
     monkeypatch.setattr(tokenizer, "chat_template", "{{ messages | length }}{{ messages[0]['content'] }}")
-    with pytest.raises(ValueError, match="Row row-0: the conversation .*chat_template_path"):
+    with pytest.raises(ValueError, match="prompt of row row-0 differently .*chat_template_path"):
         tokenize(question_rows(1)[0], tokenizer)
 
 
@@ -101,11 +101,23 @@ def test_interrupted_run_continues(tmp_path, base_model_dir, whole_run, caplog):
     torch.testing.assert_close(resumed, load_file(whole_run / WEIGHTS), rtol=0, atol=0)
     with caplog.at_level("INFO"):
         run(options)
-    assert "run is a finished run; delete the folder to train it again" in caplog.text
+    assert "run is finished; delete this folder to train again" in caplog.text
     assert (tmp_path / "run" / WEIGHTS).stat().st_mtime_ns == changed
     assert yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())["max_train_samples"] == 8
     with pytest.raises(ValueError, match="`lora_r` was None and is now 4"):
         run([*options, "--lora_r", "4"])
+    with pytest.raises(
+        ValueError, match="is 'checkpoint-1', but .*checkpoint-2.*again from the base model, choose a new"
+    ):
+        run([*options, "--resume_from_checkpoint", "checkpoint-1"])
+
+
+@pytest.mark.parametrize("key, value", [("max_length", "64"), ("packing", "True")])
+def test_keys_of_trl_are_refused(tmp_path, base_model_dir, key, value):
+    """Keys that would truncate or pack examples are refused, not ignored."""
+    options = arguments(tmp_path, base_model_dir, tmp_path / "run")
+    with pytest.raises(ValueError, match=f"`{key}` is {value}, but this script .*`max_tokens`"):
+        run([*options, f"--{key}", value])
 
 
 def test_shipped_recipes_match_stage_two():

@@ -22,11 +22,11 @@ from arcaligner.train.recipe import (
     check_devices,
     check_start,
     parse_recipe,
-    preparation,
     resolve_dtype,
     run_script,
     with_help,
 )
+from arcaligner.train.run import claim_folder, preparation
 from arcaligner.train.sft import load_processor
 from arcaligner.train.stages import RECIPES, SCRIPT
 
@@ -54,9 +54,10 @@ def test_missing_recipe_is_named(tmp_path):
         ),
         ("eval_slot_gap: true\nper_device_eval_batch_size: 1", "`per_device_eval_batch_size` is 1"),
         *(
-            (f"average_checkpoints: {setting}", "`average_checkpoints` is .*keep at least that many")
-            for setting in ("3\nsave_total_limit: 2", "3\nsave_strategy: 'no'", "-1")
+            (f"average_checkpoints: 3\n{setting}", "`average_checkpoints` is 3, but .*there are not as many")
+            for setting in ("save_total_limit: 2", "save_strategy: 'no'")
         ),
+        ("average_checkpoints: -1", "`average_checkpoints` is -1; expected a number of at least 0"),
     ],
 )
 def test_unsafe_settings_are_refused(tmp_path, setting, message):
@@ -75,13 +76,16 @@ def test_unsafe_settings_are_refused(tmp_path, setting, message):
         ({"reconstruction_share": 0.5}, "`reconstruction_files` is empty"),
         ({"distractors": -0.1}, "`distractors` is .*; expected a share"),
         ({"distractors": 1.5}, "`distractors` is .*; expected a share"),
-        ({"max_distractors": 13}, "`max_distractors` is 13; expected 1 to 12"),
-        ({"distractors": 0.5, "stage": "reconstruction"}, "stage `reconstruction` asks none"),
-        ({"max_questions": 0}, "`max_questions` is 0; expected at least 1"),
-        ({"passage_words": 0}, "`passage_words` is 0; expected at least 1"),
+        ({"max_distractors": 13}, "`max_distractors` is 13; expected a number from 1 to 12"),
+        ({"distractors": 0.5, "stage": "reconstruction"}, "stage `reconstruction` has no questions"),
+        ({"max_questions": 0}, "`max_questions` is 0; expected a number of at least 1"),
+        ({"passage_words": 0}, "`passage_words` is 0; expected a number of at least 1"),
         ({"tokens_per_slot": ["4.5"]}, "`tokens_per_slot` is .*expected a whole number"),
         ({"tokens_per_slot": []}, "`tokens_per_slot` is empty"),
-        ({"processor": {"context_words": True}}, "`context_words` is in `processor`, but it follows from"),
+        (
+            {"processor": {"context_words": True}},
+            "`context_words` is in `processor`, but follows from .* `word_parts` in `aligner` instead",
+        ),
         ({"aligner": {"encoder_hidden_size": 7}}, "`encoder_hidden_size` is in `aligner`.*belongs in `processor`"),
         ({"aligner": {"lora_rank": 1}}, "Unknown key `lora_rank` in `aligner`. Did you mean `lora_r`?"),
         ({"processor": {"spacy": 1}}, "Unknown key `spacy` in `processor`. Did you mean `spacy_model`?"),
@@ -104,7 +108,7 @@ def test_help_lists_the_keys(capsys):
     with pytest.raises(SystemExit) as ended:
         parse(["--help"])
     assert ended.value.code == 0 and "--tokens_per_slot" in capsys.readouterr().out
-    refused = {"--foo_bar_x": "`foo_bar_x` in the command line. Known", "--no_foo": "`no_foo`"}
+    refused = {"--foo_bar_x": "`foo_bar_x` in the command line. `--help` lists", "--no_foo": "`no_foo`"}
     for option, message in (refused | {"--max_token=7": "`max_token` .*. Did you mean `max_tokens`?"}).items():
         with pytest.raises(ValueError, match=f"Unknown key {message}") as error:
             parse([option, "1"])
@@ -125,14 +129,11 @@ def test_global_batch_decides_accumulation(monkeypatch, processes, accumulated):
 @pytest.mark.parametrize(
     "numbers, message",
     [
-        (
-            (12, 4, 2),
-            "divided among 2 processes .* of 4. It can be divided among 2 processes with a size of 1, 2, 3 or 6",
-        ),
-        ((256, 8, 3), "It can be divided among 1, 2, 4, 8, 16 or 32 processes with a size of 8"),
-        ((2, 4, 4), "It can be divided in no other way: change it"),
-        ((0, 4, 4), "It can be divided in no other way: change it"),
-        ((4, 0, 2), "It can be divided among 2 processes with a size of 1 or 2"),
+        ((12, 4, 2), "is 12; .* multiple of 8, .*batch_size` to 1, 2, 3 or 6, or the number of processes to 1 or 3"),
+        ((256, 8, 3), "Change the number of processes to 1, 2, 4, 8, 16 or 32, or `global_batch_size`"),
+        ((2, 4, 4), "Change `global_batch_size`"),
+        ((0, 4, 4), "is 0; expected a positive multiple of 16.* Change `global_batch_size`"),
+        ((4, 0, 2), "`per_device_train_batch_size` is 0; expected a number of at least 1"),
     ],
 )
 def test_batches_that_do_not_divide(numbers, message):
@@ -151,7 +152,11 @@ def test_accumulation_is_given_once():
 @pytest.mark.parametrize(
     "count, started, message",
     [
-        (4, {}, "has 4 GPUs, but only one process would train. Train on all of them with `--accelerate ddp` or"),
+        (
+            4,
+            {},
+            "has 4 GPUs, but only one process would train. Train on all of them with `arcaligner train --accel",
+        ),
         (1, {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, "2 processes were started on a machine with 1 GPU, but"),
         (
             2,
@@ -207,7 +212,7 @@ def test_start_of_a_stage(processor, checkpoint_dir, base_model_dir, stage):
     if stage != "gating":
         assert load_processor(base, None)
     else:
-        with pytest.raises(ValueError, match="which is a base model; expected one of grounding, gating"):
+        with pytest.raises(ValueError, match="which is a base model; expected a grounding checkpoint or a gating"):
             load_processor(base, None)
 
 
@@ -224,7 +229,9 @@ def test_rates_of_a_stage(tmp_path, checkpoint_dir):
         ("processor", "encoder_name_or_path", "org/another", "'.*encoder'"),
         ("aligner", "base_model_name_or_path", "org/another", "'.*base_model0'"),
     ):
-        with pytest.raises(ValueError, match=f"`{key}` to {value!r}, but {start} was trained with {was}.*stage I"):
+        with pytest.raises(
+            ValueError, match=f"`{key}` is {value!r} in the recipe, but {start} was trained with {was}.*stage I"
+        ):
             load_processor(recipe(model_name_or_path=str(start), **{part: {key: value}}), None)
 
 
@@ -308,7 +315,7 @@ def test_missing_data_fails_early(tmp_path, monkeypatch, capsys):
 
 
 def test_bad_data_print_one_line(tmp_path, monkeypatch, capsys):
-    """Bad data give one line before training begins; an error in training shows where it was raised."""
+    """Bad data and folders give one line before training; an error in training shows where it was raised."""
     path, rows = tmp_path / "recipe.yaml", tmp_path / "mine.jsonl"
     keys = yaml.safe_load((RECIPES / "tiny" / "2_grounding.yaml").read_text())
     path.write_text(yaml.safe_dump(keys | {"train_files": {str(rows): 1.0}, "eval_files": {str(rows): 1.0}}))
@@ -322,6 +329,16 @@ def test_bad_data_print_one_line(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         run_script(SCRIPT, sft.KINDS, fail)
     assert capsys.readouterr().err.splitlines()[-1] == "Error: mine.jsonl, line 5: no."
+
+    def claim(*parsed):
+        folder = tmp_path / "run"
+        (folder / "checkpoint-2").mkdir(parents=True)
+        with claim_folder(str(folder), parsed[-1], is_main=True):
+            pytest.fail("training began")
+
+    with pytest.raises(SystemExit):
+        run_script(SCRIPT, sft.KINDS, claim)
+    assert "but no recipe.yaml" in capsys.readouterr().err.splitlines()[-1]
 
     def diverge(*parsed):
         raise ValueError("The loss is not finite.")

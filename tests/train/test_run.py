@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from arcaligner.train.run import check_settings, claim_folder, last_checkpoint, read_keys, run_settings
+from arcaligner.train.run import check_resume, check_settings, claim_folder, last_checkpoint, read_keys, run_settings
 
 SCRIPT = "arcaligner.train.sft"
 RECIPE = "# why\nstage: grounding\nseed: 1  # paper: 2\noutput_dir: runs/2\nmodel_name_or_path: runs/1\nbf16: true"
@@ -63,6 +63,14 @@ def test_run_resumes_with_its_settings(begun, config):
     (begun / "recipe.yaml").write_text(run_settings(SCRIPT, averaged))
     with pytest.raises(ValueError, match="`save_steps` was None and is now 5"):
         check_settings(begun, run_settings(SCRIPT, [*averaged, "--save_steps", "5"]))
+
+
+def test_missing_checkpoint_is_refused(begun):
+    """A run whose folder has no complete checkpoint continues from none."""
+    check_resume("true", begun, is_stage=True)
+    for value in ("checkpoint-2", str(begun / "checkpoint-2"), "false"):
+        with pytest.raises(ValueError, match=f"is '{value}', but .*{begun} contains none yet"):
+            check_resume(value, begun, is_stage=True)
 
 
 @pytest.mark.parametrize("left", ["checkpoint-2", "config.json", "adapter_config.json"])

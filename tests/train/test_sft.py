@@ -134,6 +134,21 @@ def test_resumed_run_equals_uninterrupted(tmp_path, write_recipe, whole_run, cap
         assert values[0] == values[1]
 
 
+def test_checkpoint_to_resume_from(tmp_path, write_recipe, whole_run):
+    """A run accepts `true` and the last checkpoint of its folder, the one that it continues from anyway."""
+    arguments, last = write_recipe("grounding", whole_run, **STEPS), whole_run / "checkpoint-8"
+    before = parameters(whole_run)
+    for value in ("true", "True", str(last), str(last / "..") + "/checkpoint-8/"):
+        run([*arguments, "--resume_from_checkpoint", value])
+        torch.testing.assert_close(parameters(whole_run), before, rtol=0, atol=0)
+    for value in (str(whole_run / "checkpoint-6"), str(tmp_path), "false"):
+        with pytest.raises(ValueError, match=f"is '{value}', but .* from the last .*{last}.*`model_name_or_path`"):
+            run([*arguments, "--resume_from_checkpoint", value])
+    arguments = write_recipe("grounding", tmp_path / "run", whole_run / "checkpoint-6", **STEPS)
+    run([*arguments, "--resume_from_checkpoint", "true"])  # the folder has no checkpoint yet
+    assert [entry["step"] for entry in logs(tmp_path / "run", "loss")] == [2, 4, 6, 8]
+
+
 def test_trained_run_is_only_saved(tmp_path, write_recipe, monkeypatch):
     """A run that was interrupted after its last step is saved without more training."""
     arguments = write_recipe("grounding", tmp_path / "run", lr_scheduler_type="constant")

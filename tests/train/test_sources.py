@@ -44,7 +44,7 @@ BAD_LINES = {
     '{"answers": "Ada"}': r"""line 2: `answers` is 'Ada' \(str\); expected a list of strings, such as \["...\"]""",
     '{"answers": ["Ada", 7]}': r"line 2: `answers\[1\]` is 7 \(int\); expected a string\.",
     '{"question": 7, "answers": []}': r"line 2: `question` is 7 \(int\); expected a string\.",
-    '{"meta": {"gold": [1]}}': r"line 2: `meta.gold` is \[1\]; expected numbers of passages, from 0, and the row has 0",
+    '{"meta": {"gold": [1]}}': r"line 2: `meta.gold` is \[1\]; expected numbers of .* in a row with 0 passages",
     '{"meta": 1}': r"line 2: `meta` is 1 \(int\); expected an object such as",
 }
 
@@ -55,7 +55,7 @@ def test_a_bad_line_is_named(tmp_path, line):
     path.write_text(f"{json.dumps(question_rows(1)[0])}\n{line}\n")
     with pytest.raises(ValueError, match=BAD_LINES[line]):
         open_corpus(str(path))
-    with pytest.raises(ValueError, match="line 2 has no id, "):  # `read_rows` needs all fields
+    with pytest.raises(ValueError, match="line 2 lacks id, "):  # `read_rows` needs all fields
         read_rows(path)
 
 
@@ -74,7 +74,7 @@ def test_other_files_are_refused(tmp_path, monkeypatch, name):
     """Files with another suffix are refused at once, and not looked up on the Hub."""
     (tmp_path / name).write_text("question,answer")
     monkeypatch.setattr(datasets, "load_dataset", None)
-    with pytest.raises(ValueError, match=f"{name} has an unknown suffix; expected a file that ends with .jsonl"):
+    with pytest.raises(ValueError, match=f"{name} is a file of an unsupported kind; expected one of .jsonl"):
         open_corpus(name, data_dir=str(tmp_path))
 
 
@@ -179,7 +179,7 @@ def test_hub_texts_are_streamed(tmp_path, monkeypatch):
     assert [numbers.count(f"n{file}") for file in range(3)] == [3, 3, 4]
     assert len({row["id"] for row in rows}) == len(rows) == 10
     assert streamed and all(streamed)
-    with pytest.raises(ValueError, match=r"org\?text=body has the columns \['name', 'text'\], but not \['body'\]"):
+    with pytest.raises(ValueError, match=r"org\?text=body has the columns name, text, but not body"):
         open_corpus("org?text=body", at_least=10)
 
 
@@ -194,7 +194,7 @@ def test_hub_questions_are_read_whole(tmp_path, monkeypatch):
 def test_unknown_rows_are_refused(tmp_path):
     """A file without rows of a known kind is refused."""
     body = write_parquet(tmp_path / "letters.parquet", body=["Dear Ada."])
-    with pytest.raises(ValueError, match=r"columns \['body'\], but not \['text'\].*`\?text=body`"):
+    with pytest.raises(ValueError, match=r"columns body, but not text.*`\?text=body`"):
         open_corpus(body)
     with pytest.raises(ValueError, match="letters.parquet.* has no questions"):
         open_corpus(f"{body}?text=body", asks=True)
@@ -202,9 +202,9 @@ def test_unknown_rows_are_refused(tmp_path):
     datasets.Dataset.from_dict({"text": []}, features=datasets.Features(text=datasets.Value("string"))).to_parquet(path)
     with pytest.raises(ValueError, match="none.parquet cannot be read: .* no data"):
         open_corpus(str(path))
-    with pytest.raises(ValueError, match=r"unknown options \['splt'\]; expected .*'split'"):
+    with pytest.raises(ValueError, match=r"unknown options \(splt\); expected .*split"):
         open_corpus("rows?splt=train")
-    with pytest.raises(ValueError, match=r"no value for \['split'\]"):
+    with pytest.raises(ValueError, match=r"options without a value \(split\)"):
         open_corpus("rows?split=")
     for name, content in (("none.jsonl", b""), ("broken.parquet", b"PAR1 and no more")):
         (tmp_path / name).write_bytes(content)
@@ -215,5 +215,7 @@ def test_unknown_rows_are_refused(tmp_path):
 def test_data_folder_is_searched(tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", question_rows(2))
     assert list(open_corpus("rows.jsonl", data_dir=str(tmp_path))) == list(open_corpus(path, data_dir="elsewhere"))
-    with pytest.raises(FileNotFoundError, match="no file elsewhere/rows.jsonl.*`data_dir`, which is 'elsewhere'. Set"):
+    with pytest.raises(
+        FileNotFoundError, match="no file elsewhere/rows.jsonl.*relative to the folder of the data, 'elsewhere'"
+    ):
         open_corpus("rows.jsonl", data_dir="elsewhere")

@@ -70,7 +70,7 @@ def test_finished_stages_are_skipped(recipe, calls, caplog):
         run_stages(read_stages(recipe))
     assert trained(calls) == [*NAMES, "3_gating"]
     assert "1_reconstruction is finished: runs/1_reconstruction" in caplog.text
-    assert "training 3_gating into runs/3_gating" in caplog.text
+    assert "training 3_gating; its folder is runs/3_gating" in caplog.text
     shutil.rmtree("runs/3_gating")
     run_stages(read_stages(recipe, overrides=["--seed", "2"], only=3))
     assert trained(calls)[4:] == ["3_gating"] and calls[-1][-2:] == ["--seed", "2"]
@@ -125,7 +125,9 @@ def test_accelerate_launches_stages(recipe, calls, tmp_path, monkeypatch, num_de
     config.touch()
     run_stages(read_stages(recipe, only=2), accelerate=str(config))
     assert calls[1][:6] == [*launch, str(config), "-m"]
-    with pytest.raises(ValueError, match="no accelerate config 'fsdp3'; expected one of cpu, ddp, fsdp2, or a file"):
+    with pytest.raises(
+        ValueError, match="no configuration 'fsdp3' of accelerate; expected one of cpu, ddp, fsdp2, or a file"
+    ):
         run_stages(read_stages(recipe), accelerate="fsdp3")
 
 
@@ -138,7 +140,7 @@ def test_mistakes_are_named(recipe):
         ValueError, match="no recipe 'none'; expected one of all_positions, llama_3_1_8b, .*tiny, xrag, or"
     ):
         find_recipe("none")
-    with pytest.raises(ValueError, match="recipe has no stage 4; it has 1, 2, 3"):
+    with pytest.raises(ValueError, match="recipe has no stage 4; expected one of 1, 2, 3"):
         read_stages(recipe, only=4)
     for text, message in (("seed: 1\n", "has no `output_dir`"), ("seed: [\n", "is not YAML"), ("- 1", "is not YAML")):
         (recipe / "2_grounding.yaml").write_text(text)

@@ -370,6 +370,6 @@ def test_infinite_loss_stops_the_run(trainer, name):
 def test_model_error_names_rows(trainer, monkeypatch):
     broken = lambda self, inputs: torch.full((inputs.num_slots, 12), torch.nan)  # noqa: E731
     monkeypatch.setattr(SentenceEncoder, "encode_inputs", broken)
-    with pytest.raises(ValueError, match="NaN or values beyond") as error:
+    with pytest.raises(ValueError, match="NaN or absolute values above") as error:
         trainer.train()
-    assert error.value.__notes__[0].startswith("At step 0, in the batch of the rows ['row-")
+    assert error.value.__notes__[0].startswith("The error occurred at step 0, in the batch with the rows ['row-")

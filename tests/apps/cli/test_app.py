@@ -179,7 +179,7 @@ def test_user_errors_print_one_line(answer, base_model_dir, document, tmp_path, 
         (
             paths["binary"],
             {},
-            "binary.txt is not text in UTF-8 or in any other known encoding (see byte 0, counted from 0)",
+            "binary.txt is not text in UTF-8 or in any other known encoding (see its byte 0, counted from 0)",
         ),
         (paths["empty"], {}, "empty.txt contains no text"),
         (paths["long"], {}, "long.txt makes 5 passages; expected at most 4"),
@@ -214,7 +214,7 @@ def cut_in_half(path) -> None:
     ("name", "damage", "message"),
     [
         ("model.safetensors", cut_in_half, "model.safetensors cannot be read"),
-        ("config.json", lambda path: path.write_text("[]"), "is not a configuration"),
+        ("config.json", lambda path: path.write_text("[]"), "does not contain a configuration"),
         ("config.json", lambda path: edit_json(path, lora_r="x"), "Field 'lora_r' expected int, got str"),
         ("config.json", lambda path: edit_json(path, text_config=5), "The config.json of "),
         ("config.json", lambda path: edit_json(path, base_model_name_or_path="a/b"), "`hf download a/b --local-dir"),
@@ -237,7 +237,7 @@ def cut_in_half(path) -> None:
         ),
         ("processor_config.json", lambda path: edit_json(path, spacy_model=5), "`spacy_model` is 5"),
         ("generation_config.json", cut_in_half, "generation_config.json is not JSON"),
-        ("chat_template.jinja", lambda path: path.write_text("{%"), "The chat template (chat_template.jinja) cannot"),
+        ("chat_template.jinja", lambda path: path.write_text("{%"), "The chat template cannot be used"),
     ],
 )
 def test_broken_file_prints_one_line(answer, checkpoint_dir, document, tmp_path, name, damage, message):

@@ -59,10 +59,10 @@ def test_environment_variable_locates_models(models, checkpoint_dir, base_model_
         (
             ConnectionError("no route"),
             r"base model `org/base` is not on this machine, and the Hub did not return it \(ConnectionError\)\.\n"
-            "If it is a folder, check the path: it is relative to .*"
+            "If you mean a folder, check the path, which is relative to .*"
             "`hf download org/base --local-dir FOLDER/org/base` .*, copy FOLDER here and set ARCALIGNER_MODELS=FOLDER",
         ),
-        (PermissionError(13, "Denied", "/cache"), "cannot be written to the Hub's cache .*/cache.*\n.*HF_HOME"),
+        (PermissionError(13, "Denied", "/cache"), "cannot be written to the cache of the Hub .*/cache.*\n.*HF_HOME"),
     ],
 )
 def test_missing_model_names_remedy(models, monkeypatch, error, message):
@@ -72,9 +72,9 @@ def test_missing_model_names_remedy(models, monkeypatch, error, message):
     with pytest.raises(OSError, match=message):
         find_model("base model", "org/base", BASE_MODEL_FILES)
     assert repo_info.call_count == 1
-    relative = f"Check the path: it is relative to {re.escape(str(Path.cwd()))}"
+    relative = f"Check the path, which is relative to {re.escape(str(Path.cwd()))}"
     for name, advice in (("no id at all", relative), ("/no/such/folder", "Check the path")):
-        with pytest.raises(OSError, match=rf"There is no folder {name}, which should have the encoder\.\n{advice}\.$"):
+        with pytest.raises(OSError, match=rf"There is no folder {name} with the encoder\.\n{advice}\.$"):
             find_model("encoder", name, BASE_MODEL_FILES)
 
 

@@ -198,7 +198,7 @@ def test_what_misfits_is_refused(
     refused("`llama.rope.freq_base` is 500000.0 in .*; expected 10000.0, as in", path=tmp_path / "positions.gguf")
     shutil.copytree(exported["joint"], tmp_path / "torn")
     (tmp_path / "torn" / "model.safetensors").write_bytes((exported["joint"] / "model.safetensors").read_bytes()[:-100])
-    refused("torn/model.safetensors cannot be read .*Save it again", folder=tmp_path / "torn")
+    refused("torn/model.safetensors cannot be read .*save it again", folder=tmp_path / "torn")
     for setting in ({"cache_type": "q8"}, {"context_length": 0}):
         refused("expected a `context_length` of at least 1, and a `cache_type` of 'f16' or 'f32'", **setting)
     for gate_mode, named in ((None, "adaptive"), ("always", "always")):

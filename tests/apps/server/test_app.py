@@ -284,8 +284,8 @@ def test_documents_of_libraries(client):
         ({"stop": "a" * 257}, "stop.0: String should have at most 256"),
         ({"tokens_per_slot": "word"}, "`tokens_per_slot` is 'word'; expected a whole number"),
         ({"seed": 2**63}, "seed: "),
-        ({"copy_bonus": -1}, "`copy_bonus` is -1.0; expected a number of at least 0"),
-        ({"messages": [{"role": "user", "content": "Too long " * 600}]}, "positions but the backbone"),
+        ({"copy_bonus": -1}, "`copy_bonus` is -1.0; expected a finite number of at least 0"),
+        ({"messages": [{"role": "user", "content": "Too long " * 600}]}, "positions, but the backbone"),
     ],
 )
 def test_bad_request_names_reason(url, change, message):
