@@ -276,6 +276,7 @@ def test_late_interaction_ranks(ask_independent, monkeypatch):
     similar = similarities_of(processor.encoder, QUESTION, MANY)
     best = max(range(len(MANY)), key=matches.__getitem__)
     assert best != max(range(len(MANY)), key=similar.__getitem__)
+    monkeypatch.setattr(answering_arcaligner, "MATCHED_PASSAGES", len(MANY))
     monkeypatch.setattr(answerer.model.config, "match_weight", 1e6)
     (selection,) = answerer.select([QUESTION], [MANY])
     assert [*selection.numbers] == [*selection.scores] == [best]

@@ -359,6 +359,7 @@ def test_few_passages_are_encoded(independent, engine_of, monkeypatch, share, nu
     monkeypatch.setattr(independent.model.config, "scored_share", share)
     monkeypatch.setattr(independent.model.config, "most_answerability", 1.0)
     monkeypatch.setattr(independent.model.config, "similarity_weight", 0.0)
+    monkeypatch.setattr(independent.model.config, "match_weight", 0.0)
     engine, encoded = engine_of(None, independent), []
     encode_tokens = SlotEncoder.encode_tokens
 
