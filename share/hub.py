@@ -72,13 +72,13 @@ def write_model_card(config: ArcAlignerConfig, folder: Path) -> bool:
     return card is not None
 
 
-def model_card(config: ArcAlignerConfig, folder: Path, name: str = "user/name") -> str | None:
+def model_card(config: ArcAlignerConfig, folder: Path, name: str | None = None) -> str | None:
     """The model card, made from the configuration and the files in `folder`; `None` if the card there was edited.
 
     Args:
         config ([`ArcAlignerConfig`]): The configuration of the checkpoint.
         folder (`Path`): Its folder, with its recipe and the results of an evaluation, if there are any.
-        name (`str`): The Hub id in the card's example.
+        name (`str`, *optional*): The Hub id in the card's example. By default the example asks for the folder's path.
 
     Raises:
         `ValueError`: the results or the recipe cannot be read.
