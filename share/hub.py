@@ -28,7 +28,7 @@ from transformers.utils import logging
 
 from ..common.data_sets import LICENCES, ON_GITHUB, TRAINING_FILES
 from ..common.files import ROOT, write_atomically
-from ..configuration_arcaligner import REQUIREMENTS, ArcAlignerConfig
+from ..configuration_arcaligner import DEFAULT_BASE_MODEL, REQUIREMENTS, ArcAlignerConfig
 from ..encoder_arcaligner import ENCODER_FOLDER
 from ..loading_arcaligner import CODE_FILES, check_weights
 from ..modeling_arcaligner import ArcAlignerForCausalLM
@@ -105,6 +105,7 @@ def model_card(config: ArcAlignerConfig, folder: Path, name: str | None = None) 
         datasets=sorted({source for source in data if is_hub_id(source)} - {*ON_GITHUB}) or None,
     )
     fields = {"config": config, "results": results, "processor": processor, "needs": REQUIREMENTS}
+    fields |= {"default_base": DEFAULT_BASE_MODEL}
     fields |= {"tokens_per_slot": processor.get("trained_tokens_per_slot"), "data": rows, "stages": stages}
     fields |= {"name": name, "generated": GENERATED}
     return f"{ModelCard.from_template(metadata, str(TEMPLATE), **fields)}\n"
