@@ -102,9 +102,9 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         device_map = getattr(model, "hf_device_map", None) or {"": model.device}
         if next(iter(device_map.values())) == "disk":
             raise ValueError(
-                "The first weights of the model are on the disk (see `model.hf_device_map`), so a pipeline cannot move "
-                "its inputs to their device. Raise `max_memory` to keep them in memory, or call `model.generate` with "
-                "the outputs of the processor."
+                "The first layers of the model are offloaded to disk (see `model.hf_device_map`), so a pipeline cannot "
+                "move its inputs to their device. Raise `max_memory` to keep these layers in memory, or call "
+                "`model.generate` with the outputs of the processor."
             )
         self._repeats = _repeats_prompts_of_call(kwargs)  # in every call
         super().__init__(model=model, processor=processor, tokenizer=tokenizer or processor.tokenizer, **kwargs)

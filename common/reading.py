@@ -79,7 +79,7 @@ def read_file(path: str | Path, data: bytes | None = None) -> FileText:
     suffix, size = Path(path).suffix.lower(), Path(path).stat().st_size if data is None else len(data)
     if suffix in CONVERTED and size > LARGEST_CONVERTED:
         most = LARGEST_CONVERTED // 2**20
-        raise ValueError(f"{path} has {math.ceil(size / 2**20)} MiB; expected at most {most} MiB. Split it")
+        raise ValueError(f"{path} has {math.ceil(size / 2**20)} MiB; expected at most {most} MiB. Split it.")
     data = Path(path).read_bytes() if data is None else data
     text, pages = convert(data, suffix, path) if suffix in CONVERTED else (decode(data, path), [])
     is_markdown = suffix in (*MARKDOWN, *CONVERTED) and not pages
@@ -105,13 +105,13 @@ def decode(data: bytes, path: str | Path) -> str:
             from charset_normalizer import from_bytes
         except ImportError:
             what = f"{path} is not text in UTF-8 (see its byte {error.start}, counted from 0)"
-            raise ValueError(f"{what}. To read other encodings, run `pip install 'arcaligner[files]'`") from error
+            raise ValueError(f"{what}. To read other encodings, run `pip install 'arcaligner[files]'`.") from error
         likely = [] if is_binary else from_bytes(data)
         best = likely.best() if likely else None
         if best is None:
             raise ValueError(
                 f"{path} is not text in UTF-8 or in any other known encoding (see its byte {error.start}, counted from "
-                "0). Save it as text in UTF-8, or leave it out"
+                "0). Save it as text in UTF-8, or leave it out."
             ) from error
         for name in PREFERRED:
             for match in likely:
@@ -194,14 +194,15 @@ def convert(data: bytes, suffix: str, path: str | Path) -> tuple[str, list[tuple
         done = subprocess.run(command, input=data, capture_output=True, timeout=SECONDS)
         answer = json.loads(done.stdout)
     except subprocess.TimeoutExpired as error:
-        raise ValueError(f"{path} takes longer than {SECONDS} seconds to read. Split it") from error
+        raise ValueError(f"{path} takes longer than {SECONDS} seconds to read. Split it.") from error
     except ValueError as error:  # no output, because the process was killed
         raise ValueError(
-            f"{path} takes more than {MEMORY // 2**30} GiB of memory to read, or is broken. Split it, or save it again"
+            f"{path} takes more than {MEMORY // 2**30} GiB of memory to read, or is broken. Split it, or save it "
+            "again."
         ) from error
     if "missing" in answer:
         raise ValueError(
-            f"{path} cannot be read without the package {answer['missing']}. Run `pip install 'arcaligner[files]'`"
+            f"{path} cannot be read without the package {answer['missing']}. Run `pip install 'arcaligner[files]'`."
         )
     if "error" in answer:
         raise ValueError(f"{path} cannot be read: {answer['error']}")
@@ -244,7 +245,7 @@ def docx_to_markdown(data: bytes) -> str:
         size = sum(entry.file_size for entry in unpacked.infolist())
     if size > LARGEST_UNPACKED:
         most = LARGEST_UNPACKED // 2**20
-        raise ValueError(f"it unpacks to {math.ceil(size / 2**20)} MiB; expected at most {most} MiB. Split it")
+        raise ValueError(f"it unpacks to {math.ceil(size / 2**20)} MiB; expected at most {most} MiB. Split it.")
     without_pictures = mammoth.images.img_element(lambda image: {})
     options = {"convert_image": without_pictures, "style_map": "p[style-name='Title'] => h1:fresh"}
     return html_to_markdown(mammoth.convert_to_html(io.BytesIO(data), **options).value)
@@ -265,8 +266,8 @@ def pdf_pages(data: bytes) -> list[str]:
             return pages
     except PdfminerException as error:
         if error.args and isinstance(error.args[0], PDFPasswordIncorrect):
-            raise ValueError("it is protected by a password. Save it without a password") from error
-        raise ValueError("it is broken, or not a PDF. Save it again as a PDF") from error
+            raise ValueError("it is protected by a password. Save it without a password.") from error
+        raise ValueError("it is broken, or not a PDF. Save it again as a PDF.") from error
 
 
 def _page_text(page: Any) -> str:
@@ -302,14 +303,14 @@ def main(suffix: str) -> None:
     except ImportError as error:
         answer = {"missing": error.name}
     except MemoryError:
-        answer = {"error": f"it takes more than {MEMORY // 2**30} GiB of memory. Split it"}
+        answer = {"error": f"it takes more than {MEMORY // 2**30} GiB of memory. Split it."}
     except RecursionError:
-        answer = {"error": "its elements are nested too deeply. Close them (`</p>`, `</li>`, `</div>`)"}
+        answer = {"error": "its elements are nested too deeply. Close them (`</p>`, `</li>`, `</div>`)."}
     except Exception as error:  # any error of the libraries on a broken file
         answer = {
             "error": str(error)
             if type(error) is ValueError
-            else f"it is broken ({type(error).__name__}). Save it again"
+            else f"it is broken ({type(error).__name__}). Save it again."
         }
     sys.stdout.write(json.dumps(answer))
 

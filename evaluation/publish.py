@@ -328,6 +328,13 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], cached: dict[
         f"together have {min(lengths):.0f} to {max(lengths):.0f} tokens on average, depending on the set. Times and "
         f"the size of the cache come from prompts with {passages} passages ({new_tokens} tokens as text)."
     )
+    example = (
+        "How to read a row, for example that of slots of all passages at compression 2: F1 on SQuAD is "
+        f"{f1('arcaligner')[0]:.1f}. With {SHORT_PASSAGES[0]} passages the first token comes after "
+        f"{first_token_ms(find_size(latency, SHORT_PASSAGES[0], 2), 'off'):,.0f} ms and, if they are cached, after "
+        f"{first_token_ms(cached_sizes[0], 'slots_x2'):,.0f} ms; their cache takes "
+        f"{SHORT_PASSAGES[0] * cached['kept_bytes']['slots_x2'] / 2**20:.0f} MiB."
+    )
     notes = [
         "**Compression** is how many times fewer positions the used passages take than their whole text. At 2, slots "
         "replace two tokens each, and of truncated text only the first half is given.",
@@ -361,7 +368,8 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], cached: dict[
         for note in notes
         for line in textwrap.wrap(f"- {note}", 120, subsequent_indent="  ", break_on_hyphens=False)  # links stay whole
     ]
-    return [*textwrap.wrap(about, 120), "", *markdown_table(columns, rows), "", *shown]
+    table = markdown_table(columns, rows)
+    return [*textwrap.wrap(about, 120), "", *table, "", *textwrap.wrap(example, 120), "", *shown]
 
 
 def fewer_questions(sets: dict[str, Any]) -> str:

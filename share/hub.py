@@ -28,7 +28,7 @@ from transformers.utils import logging
 
 from ..common.data_sets import LICENCES, ON_GITHUB, TRAINING_FILES
 from ..common.files import ROOT, write_atomically
-from ..configuration_arcaligner import REQUIREMENTS, ArcAlignerConfig
+from ..configuration_arcaligner import DEFAULT_BASE_MODEL, REQUIREMENTS, ArcAlignerConfig
 from ..encoder_arcaligner import ENCODER_FOLDER
 from ..loading_arcaligner import CODE_FILES, check_weights
 from ..modeling_arcaligner import ArcAlignerForCausalLM
@@ -72,13 +72,13 @@ def write_model_card(config: ArcAlignerConfig, folder: Path) -> bool:
     return card is not None
 
 
-def model_card(config: ArcAlignerConfig, folder: Path, name: str = "user/name") -> str | None:
+def model_card(config: ArcAlignerConfig, folder: Path, name: str | None = None) -> str | None:
     """The model card, made from the configuration and the files in `folder`; `None` if the card there was edited.
 
     Args:
         config ([`ArcAlignerConfig`]): The configuration of the checkpoint.
         folder (`Path`): Its folder, with its recipe and the results of an evaluation, if there are any.
-        name (`str`): The Hub id in the card's example.
+        name (`str`, *optional*): The Hub id in the card's example. By default the example asks for the folder's path.
 
     Raises:
         `ValueError`: the results or the recipe cannot be read.
@@ -105,6 +105,7 @@ def model_card(config: ArcAlignerConfig, folder: Path, name: str = "user/name") 
         datasets=sorted({source for source in data if is_hub_id(source)} - {*ON_GITHUB}) or None,
     )
     fields = {"config": config, "results": results, "processor": processor, "needs": REQUIREMENTS}
+    fields |= {"default_base": DEFAULT_BASE_MODEL}
     fields |= {"tokens_per_slot": processor.get("trained_tokens_per_slot"), "data": rows, "stages": stages}
     fields |= {"name": name, "generated": GENERATED}
     return f"{ModelCard.from_template(metadata, str(TEMPLATE), **fields)}\n"

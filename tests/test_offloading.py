@@ -69,9 +69,9 @@ def test_offloaded_models_select_passages(saved, way, tmp_path):
 
 
 def test_disk_pipeline_is_refused(saved, tmp_path):
-    """A model whose first weights are on the disk is refused, and the error says what to do."""
+    """A model whose first layers are offloaded to disk is refused, and the error says what to do."""
     folder, processor = saved
     away = offloaded("auto 1KB", folder, tmp_path)
     assert next(iter(away.hf_device_map.values())) == "disk"
-    with pytest.raises(ValueError, match="first weights of the model are on the disk.*`max_memory`"):
+    with pytest.raises(ValueError, match="first layers of the model are offloaded to disk.*`max_memory`"):
         ArcAlignerPipeline(model=away, processor=processor, task="text-generation")

@@ -258,6 +258,14 @@ def test_message_without_text_is_refused(processor, content):
             chat_inputs(processor, chat, documents)
 
 
+def test_refused_content_is_shortened(processor):
+    """A message with a picture is refused, and the error does not print all of the picture."""
+    picture = [{"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 10_000}}]
+    with pytest.raises(ValueError, match="is .*image_url.*; expected a string or") as refused:
+        chat_inputs(processor, [{"role": "user", "content": picture}], None)
+    assert len(str(refused.value)) < 300
+
+
 @pytest.mark.parametrize("options", [{}, {"sanitize_control_tokens": True}])
 def test_messages_of_several_texts(processor, options):
     """Messages of no or several texts are written as the template does."""

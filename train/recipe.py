@@ -438,11 +438,15 @@ class AlignerTrainingConfig(SFTConfig):
         mean, num_saved = self.average_checkpoints, self.save_total_limit
         if mean < 0:
             raise ValueError(f"`average_checkpoints` is {mean}; expected a number of at least 0.")
-        if (mean and self.save_strategy == "no") or (num_saved is not None and num_saved < mean):
+        if mean and self.save_strategy == "no":
             raise ValueError(
-                f"`average_checkpoints` is {mean}, but `save_strategy` is {str(self.save_strategy)!r} and "
-                f"`save_total_limit` is {num_saved}, so there are not as many checkpoints. Save and keep as many, or "
-                "set `average_checkpoints` to 0."
+                f"`average_checkpoints` is {mean}, but `save_strategy` is 'no', so no checkpoints are saved. Set "
+                "`save_strategy` to 'steps' or 'epoch', or `average_checkpoints` to 0."
+            )
+        if num_saved is not None and 0 < num_saved < mean:  # 0 is no limit
+            raise ValueError(
+                f"`average_checkpoints` is {mean}, but `save_total_limit` is {num_saved}, so fewer checkpoints are "
+                f"kept. Set `save_total_limit` to at least {mean}, or `average_checkpoints` to 0."
             )
         super().__post_init__()
 

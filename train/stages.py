@@ -162,7 +162,8 @@ def run_stages(stages: list[Stage], accelerate: str | None = None) -> None:
             )
     for stage in stages:
         if stage.is_finished:
-            logger.info("%s is finished: %s", stage.name, stage.output_dir)
+            message = "skipped %s, which is finished; to train it again, delete %s and the folders of later stages"
+            logger.info(message, stage.name, stage.output_dir)
             continue
         logger.info("training %s; its folder is %s", stage.name, stage.output_dir)
         code = run_to_end([*launcher, "-m", SCRIPT, *stage.arguments])

@@ -374,7 +374,8 @@ class Engine:
         if num_slots > max_slots:
             raise ValueError(
                 f"The passages have {num_slots} slots; expected at most {max_slots}. Retrieve fewer passages "
-                "(`num_passages`, or `--top-k` of `arcaligner ask`)."
+                "(`num_passages` of the request, or `--top-k` of `arcaligner ask` and `arcaligner serve`), or use a "
+                "larger `tokens_per_slot`."
             )
         request.passages = passages
 

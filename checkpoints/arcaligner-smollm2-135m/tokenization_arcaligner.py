@@ -6,6 +6,7 @@ import html
 import html.entities
 import itertools
 import re
+import reprlib
 import unicodedata
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence, Set
@@ -73,8 +74,8 @@ def _with_plain_texts(messages: Sequence[dict]) -> list[dict]:
             check_text(content, f"The content of a message with the role {message['role']!r}")
         elif content is not None or not message.get("tool_calls"):
             raise ValueError(
-                f"The content of a message with the role {message['role']!r} is {content!r}; expected a string or "
-                '[{"type": "text", "text": str}].'
+                f"The content of a message with the role {message['role']!r} is {reprlib.repr(content)}; expected a "
+                'string or [{"type": "text", "text": str}].'
             )
         texts.append({**message, "content": content})
     return texts

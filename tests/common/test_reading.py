@@ -175,7 +175,7 @@ BOMB = docx("<w:p>" + " " * (reading.LARGEST_UNPACKED + 1) + "</w:p>")
     [
         ("../../a.pdf", b"%PDF-1.4 broken", r"^\.\./\.\./a\.pdf cannot be read: it is broken, or not a PDF"),
         ("a.pdf", pdf(PAGE)[:-200], "a.pdf cannot be read: it is broken"),
-        ("a.pdf", LOCKED, r"a\.pdf cannot be read: it is protected by a password"),
+        ("a.pdf", LOCKED, r"a\.pdf cannot be read: it is protected by a password. Save it without a password\."),
         ("a.docx", b"PK\3\4", "a.docx cannot be read: it is broken"),
         ("a.docx", BOMB, "it unpacks to 257 MiB; expected at most 256 MiB"),
         ("a.html", b"<div>" * 100_000 + b"x", "a.html cannot be read: its elements are nested too deep"),
@@ -195,7 +195,7 @@ def test_conversions_are_bounded(monkeypatch, tmp_path):
         read_file("a.html", b"<p>x")
     with (tmp_path / "a.pdf").open("wb") as file:
         file.truncate(64 * 2**20 + 1)
-    with pytest.raises(ValueError, match=r"a\.pdf has 65 MiB; expected at most 64 MiB. Split it"):
+    with pytest.raises(ValueError, match=r"a\.pdf has 65 MiB; expected at most 64 MiB\. Split it\."):
         read_file(tmp_path / "a.pdf")
 
 
@@ -204,6 +204,6 @@ def test_missing_library_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(
         ValueError,
-        match=r"a\.pdf cannot be read without the package pdfplumber. Run `pip install 'arcaligner\[files\]'`",
+        match=r"a\.pdf cannot be read without the package pdfplumber. Run `pip install 'arcaligner\[files\]'`\.",
     ):
         read_file("a.pdf", pdf(PAGE))

@@ -73,6 +73,11 @@ TYPED = [
         rf"five cached passages, .*? after {NUMBER} ms .*? after {NUMBER} ms, .*? takes longer than both: {NUMBER} ms",
         [cached_ms(arm) for arm in ("slots_x2_top_ranked", "text_same_set", "text")],
     ),
+    (
+        "README.md",
+        rf"text that is not cached \({NUMBER} ms\), but later than from cached text \({NUMBER} ms\)",
+        [cached_ms(arm) for arm in ("text", "text_same_set")],
+    ),
     ("README.md", f"min_confidence={NUMBER}` .*? is below {NUMBER}", [THRESHOLD, THRESHOLD]),
     ("README.md", f"Documents of more than {NUMBER} tokens", [LONGEST]),
     ("README.md", f"On disk a slot takes {NUMBER} bytes", [str(2 * CONFIG["encoder_hidden_size"])]),

@@ -9,9 +9,10 @@ import pytest
 import yaml
 
 from arcaligner.common.files import DEFAULT_CHECKPOINT, ROOT
-from arcaligner.configuration_arcaligner import REQUIREMENTS, ArcAlignerConfig
+from arcaligner.configuration_arcaligner import DEFAULT_BASE_MODEL, REQUIREMENTS, ArcAlignerConfig
 from arcaligner.share.hub import is_hub_id, model_card, with_enough_questions, write_model_card
 
+GATED_CHECKPOINT = DEFAULT_CHECKPOINT.with_name("arcaligner-smollm2-135m-gated")
 # As `evaluation/results.py` writes them: F1, and more that is not for the card.
 RESULTS = {
     "SQuAD": {"recall": [99.6, 99.0, 100.0], "methods": {"arcaligner": {"em": [5.0], "f1": [9.6512, 6.5, 13.2]}}},
@@ -69,12 +70,14 @@ def metadata_of(card: str) -> dict:
     return yaml.safe_load(card.split("---\n")[1])
 
 
-def test_shipped_card_matches_its_files(tmp_path):
-    """The card of the shipped aligner is made from its files."""
+@pytest.mark.parametrize("checkpoint", [DEFAULT_CHECKPOINT, GATED_CHECKPOINT], ids=lambda folder: folder.name)
+def test_shipped_card_matches_its_files(tmp_path, checkpoint):
+    """The card of a shipped aligner is made from its files."""
     for name in ("config.json", "processor_config.json", "recipe.yaml", "results.json", "README.md"):
-        shutil.copyfile(DEFAULT_CHECKPOINT / name, tmp_path / name)
+        if (checkpoint / name).exists():
+            shutil.copyfile(checkpoint / name, tmp_path / name)
     assert write_model_card(ArcAlignerConfig.from_pretrained(tmp_path), tmp_path)
-    assert (tmp_path / "README.md").read_text("utf-8") == (DEFAULT_CHECKPOINT / "README.md").read_text("utf-8")
+    assert (tmp_path / "README.md").read_text("utf-8") == (checkpoint / "README.md").read_text("utf-8")
 
 
 def test_card_of_another_aligner(config, folder):
@@ -82,6 +85,7 @@ def test_card_of_another_aligner(config, folder):
     card = model_card(config, folder, "someone/aligner")
     assert RESULT_TABLE in card and TRAINING in card and "| tokens per slot | 4, 2, segment |" in card
     assert 'pipeline("text-generation", model="someone/aligner", trust_remote_code=True)' in card
+    assert 'checkpoint = "path/to/this/folder"' in model_card(config, folder)
     metadata = metadata_of(card)
     assert metadata["datasets"] == ["hotpotqa/hotpot_qa", "someone/questions", "wikimedia/wikipedia"]
     assert (metadata["language"], metadata["base_model"]) == ("de", "someone/base")
@@ -94,6 +98,19 @@ def test_card_without_results(config, tmp_path):
     assert "## Results" not in card and "## Training" not in card and "## Limits" in card
     assert not {"datasets", "base_model", "base_model_relation", "language"} & metadata_of(card).keys()
     assert f"| base model | {tmp_path} |" in card
+
+
+@pytest.mark.parametrize(
+    ("base", "advice"), [(DEFAULT_BASE_MODEL, "use the project's default checkpoint"), ("someone/base", "with yours")]
+)
+def test_card_says_that_gates_are_on(config, folder, base, advice):
+    """The card of an aligner whose gates are on says so in its title, and says what we measured."""
+    config.base_model_name_or_path, config.gate_mode = base, "adaptive"
+    card = model_card(config, folder)
+    assert "# ArcAligner with gates\n" in card and advice in card and "on in 3 layers" in card
+    config.gate_mode = "off"
+    card = model_card(config, folder)
+    assert "# ArcAligner\n" in card and advice not in card and "| off |" in card
 
 
 def test_card_installs_the_requirements():

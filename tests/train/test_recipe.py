@@ -53,9 +53,13 @@ def test_missing_recipe_is_named(tmp_path):
             for setting in ("packing: true", "padding_free: true", "max_length: 64", "remove_unused_columns: true")
         ),
         ("eval_slot_gap: true\nper_device_eval_batch_size: 1", "`per_device_eval_batch_size` is 1"),
-        *(
-            (f"average_checkpoints: 3\n{setting}", "`average_checkpoints` is 3, but .*there are not as many")
-            for setting in ("save_total_limit: 2", "save_strategy: 'no'")
+        (
+            "average_checkpoints: 3\nsave_total_limit: 2",
+            "`average_checkpoints` is 3, but `save_total_limit` is 2, .* to at least 3",
+        ),
+        (
+            "average_checkpoints: 3\nsave_strategy: 'no'",
+            "`average_checkpoints` is 3, but `save_strategy` is 'no', .*'steps' or 'epoch'",
         ),
         ("average_checkpoints: -1", "`average_checkpoints` is -1; expected a number of at least 0"),
     ],

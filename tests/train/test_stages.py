@@ -69,7 +69,7 @@ def test_finished_stages_are_skipped(recipe, calls, caplog):
     with caplog.at_level("INFO"):
         run_stages(read_stages(recipe))
     assert trained(calls) == [*NAMES, "3_gating"]
-    assert "1_reconstruction is finished: runs/1_reconstruction" in caplog.text
+    assert "skipped 1_reconstruction, which is finished; to train it again, delete runs/1_reconstruction" in caplog.text
     assert "training 3_gating; its folder is runs/3_gating" in caplog.text
     shutil.rmtree("runs/3_gating")
     run_stages(read_stages(recipe, overrides=["--seed", "2"], only=3))
