@@ -197,8 +197,7 @@ def convert(data: bytes, suffix: str, path: str | Path) -> tuple[str, list[tuple
         raise ValueError(f"{path} takes longer than {SECONDS} seconds to read. Split it.") from error
     except ValueError as error:  # no output, because the process was killed
         raise ValueError(
-            f"{path} takes more than {MEMORY // 2**30} GiB of memory to read, or is broken. Split it, or save it "
-            "again."
+            f"{path} takes more than {MEMORY // 2**30} GiB of memory to read, or is broken. Split it, or save it again."
         ) from error
     if "missing" in answer:
         raise ValueError(
