@@ -41,6 +41,7 @@ NOT_HERE = {
     "prepare_data": "the Hub; tested on copies in tests/train/test_prepare_data.py",
     "train --recipe smollm2_135m": "tens of hours",
     "train.confidence": "thousands of questions; tested in tests/train/test_confidence.py",
+    "train.ranking": "hundreds of questions; tested in tests/train/test_ranking.py",
     "--accelerate": "several GPUs",
     "accelerate launch": "several machines",
     "arcaligner push": "the Hub",
