@@ -129,8 +129,8 @@ def test_budget_is_refused_where_meaningless(monkeypatch):
     """Training, and kernels that refine all slots or none, are refused."""
     model = tiny_aligner("llama")
     batch = for_generate(collate(random_rows(model, [3])))
-    with pytest.raises(ValueError, match=r"`refinement_budget` is 0.1 in training.*`model.eval\(\)`"):
+    with pytest.raises(ValueError, match=r"`refinement_budget` is 0.1, but.* in training mode.*`model.eval\(\)`"):
         model.train()(**batch, refinement_budget=0.1)
     monkeypatch.setattr(model.config.text_config, "_attn_implementation_internal", "flash_attention_2")
-    with pytest.raises(ValueError, match="attention `flash_attention_2` only all slots .* eager or sdpa"):
+    with pytest.raises(ValueError, match="`flash_attention_2` cannot refine only some of the slots.*'eager' or 'sdpa'"):
         model.eval()(**batch, refinement_budget=0.1)

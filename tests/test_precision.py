@@ -107,5 +107,5 @@ def test_float16_overflow_is_an_error():
     with torch.no_grad():
         assert torch.isfinite(model(ids).logits).all()
         model.model.backbone.norm.weight.fill_(6e4)
-        with pytest.raises(ValueError, match="in float16, where values above 65,504 overflow. Load the model with"):
+        with pytest.raises(ValueError, match="in float16, in which numbers above 65,504 overflow. Load the model with"):
             model.generate(ids, max_new_tokens=1)

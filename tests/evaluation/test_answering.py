@@ -117,7 +117,7 @@ def test_top_ranked_of_more_passages(separate):
     (ranked,) = score_passages(store, [row["question"]], [passages], gate_mode="off")
     least = min(ranked, key=lambda number: ranked[number].log_odds)
     best = sorted((ranked[number].log_odds for number in range(3) if number != least), reverse=True)
-    assert sorted(likely["prior"]) == pytest.approx([best[1] - best[0], 0.0], abs=1e-5)
+    assert sorted(likely["prior"]) == pytest.approx([(best[1] - best[0]) / 3, 0.0], abs=1e-5)
     used = [passage for number, passage in enumerate(passages) if number != least]
     assert likely == row | {"passages": used, "prior": likely["prior"]}
     (answer,) = answer_slots(model, reader, [row], gate_mode="off", max_passages=2)

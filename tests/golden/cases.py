@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM, AutoProcessor, TextStreamer, pipe
 
 import arcaligner.apps.corpus  # noqa: F401 (quiets lancedb, which reads its settings when it is imported)
 from arcaligner import ArcAlignerForCausalLM, ArcAlignerPipeline, ArcAlignerProcessor, answering_arcaligner
+from arcaligner.answering_arcaligner import ScoredPassage
 from arcaligner.apps.corpus.retrieve import Retriever
 from arcaligner.apps.corpus.table import Corpus
 from arcaligner.apps.server.app import ServerSettings, create_app
@@ -43,13 +44,16 @@ TOP = 8  # logits recorded of a position
 NEW_TOKENS = 16
 
 
-def all_passages_scored() -> contextlib.AbstractContextManager:
-    """Scores all passages, as that commit did; later code may score only the most similar ones."""
-    return mock.patch.multiple(
-        answering_arcaligner,
-        candidates_of=lambda similarities, most, share: list(similarities),
-        are_sure=lambda *args: False,
-    )
+@contextlib.contextmanager
+def earlier_selection() -> Iterator[None]:
+    """Scores all passages and ranks them as that commit did. Later code may score only the most similar ones, and has
+    other weights in the score, which is three times as large."""
+    functions = {"candidates_of": lambda relevances, most, share: list(relevances), "are_sure": lambda *args: False}
+    with (
+        mock.patch.multiple(answering_arcaligner, **functions, PRIOR_SCALE=1.0),
+        mock.patch.object(ScoredPassage, "log_odds", ScoredPassage.pair_odds),
+    ):
+        yield
 
 
 def passage_cache(model, processor, **options):

@@ -24,8 +24,8 @@ from .cases import (
     SAVED,
     SHIPPED,
     SHIPPED_CASES,
-    all_passages_scored,
     cached_passages,
+    earlier_selection,
     found_in_corpus,
     load,
     load_tiny,
@@ -97,7 +97,7 @@ def main(what: list[str]) -> None:
     torch.set_num_threads(1)
     for name, make in (("tiny", tiny_records), ("shipped", shipped_records)):
         if not what or name in what:
-            with all_passages_scored():
+            with earlier_selection():
                 print(write(name, make(), about()), f"{time.process_time():.0f} s")
 
 

@@ -80,8 +80,8 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def all_passages_scored() -> Iterator[None]:
-    with cases.all_passages_scored():
+def as_selected_then() -> Iterator[None]:
+    with cases.earlier_selection():
         yield
 
 

@@ -76,7 +76,7 @@ def test_export_of_the_last_stage(stages, exported):
     assert list(yaml.safe_load_all(text)) == [yaml.safe_load(recipe) for recipe in RECIPES.values()]
     assert text == "---\n".join(f"{recipe.strip()}\n" for recipe in RECIPES.values())
     assert "- someone/questions\n- someone/texts\n" in card
-    assert 'model="user/name", trust_remote_code=True)' in card
+    assert "model=checkpoint, trust_remote_code=True)" in card
 
 
 def test_export_keeps_edited_card(stages, exported):

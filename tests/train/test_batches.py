@@ -100,7 +100,7 @@ def test_seed_decides_the_batches():
 
 
 def test_longest_example_must_fit():
-    with pytest.raises(ValueError, match="`batch_tokens` is 100, but the longest example takes 120 positions"):
+    with pytest.raises(ValueError, match="`batch_tokens` is 100, but the longest example has 120 positions"):
         TokenBatches({2: np.array([5, 120]), 4: np.array([3, 60])}, [2, 4], 100, 1, 0)
 
 
@@ -165,5 +165,5 @@ def test_keys_that_do_not_fit(tmp_path, write_recipe, keys, message):
 
 def test_several_processes_are_refused(tmp_path, write_recipe, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="Start one, or leave `batch_tokens` out"):
+    with pytest.raises(ValueError, match="Start one process, or leave `batch_tokens` out"):
         run(write_recipe("grounding", tmp_path / "run", **STEPS))

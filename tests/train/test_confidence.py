@@ -62,7 +62,7 @@ def test_command_writes_a_fitted_head(recipe_file, checkpoint_dir, tmp_path, cap
     printed, written = capsys.readouterr().out, load_file(aligner / "model.safetensors")
     model, processor = ArcAlignerForCausalLM.from_pretrained(aligner), ArcAlignerProcessor.from_pretrained(aligner)
     head, config = model.answerability_head, model.config
-    assert "| segment |" in printed and f"abstains: {config.answerability_threshold}" in printed
+    assert "| segment |" in printed and f"`min_confidence`: {config.answerability_threshold}" in printed
     assert processor.no_answer == "not in the text" and 0 < config.answerability_threshold < 1
     assert head.weight.shape == (len(config.answerability_layers), config.text_config.hidden_size)
     assert config.answerability_uses_match and (head.match != torch.tensor([1.0, 0.0, 0.0])).any()

@@ -39,7 +39,7 @@ def test_frozen_head_loss(monkeypatch, settings, bias, rows_at_a_time):
 def test_trained_head_is_refused():
     """A trained head and a second derivative are refused."""
     states, targets = torch.randn(4, 6, requires_grad=True), torch.randint(11, (4,))
-    with pytest.raises(ValueError, match="computes no gradient for the head, but the head requires one"):
+    with pytest.raises(ValueError, match="head gets no gradient, but it requires one"):
         head_nll(states, targets, nn.Linear(6, 11), PreTrainedConfig())
     loss = head_nll(states, targets, nn.Linear(6, 11).requires_grad_(False), PreTrainedConfig()) ** 2
     (gradient,) = torch.autograd.grad(loss, states, create_graph=True)

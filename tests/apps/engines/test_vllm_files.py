@@ -127,7 +127,7 @@ def test_full_disk_is_named(cache, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("arcaligner.kv_cache_arcaligner.save_keys_values", full)
-    with pytest.raises(OSError, match=r"safetensors could not be written\. Free disk space in"):
+    with pytest.raises(OSError, match=r"safetensors could not be written\. Check that"):
         cache.prefix_files(QUESTION, DOCUMENTS)
 
 
