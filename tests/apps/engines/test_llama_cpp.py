@@ -122,7 +122,7 @@ def test_engine_equals_pytorch(kind, bonus, make_engine, checkpoints):
         # A piece has no incomplete characters.
         assert "".join(pieces) == processor.decode(answer, skip_special_tokens=True).rstrip("\ufffd")
         assert len(pieces) > 1
-    with pytest.raises(ValueError, match="257 positions, but the engine's context has 256"):
+    with pytest.raises(ValueError, match="257 positions; expected at most 256, the `context_length`"):
         engine.prefill(QUESTION, DOCUMENTS, max_new_tokens=257 - length)
 
 
@@ -177,7 +177,7 @@ def test_what_misfits_is_refused(
         with pytest.raises(error, match=message):
             llama_cpp.LlamaCppEngine(folder, path, **{"gate_mode": "off", "context_length": 64} | settings)
 
-    refused("Pass the path of one as `base_model`", path=None)
+    refused("Pass its path as `base_model`", path=None)
     with monkeypatch.context() as patched:
         patched.setattr(llama_cpp, "DEFAULT_BASE_MODEL", str(base_model_dir))
         patched.setattr(llama_cpp, "wheel_directory", lambda package: None)
