@@ -25,10 +25,11 @@ from .segmentation_arcaligner import (
 )
 from .tokenization_arcaligner import control_token_ids, text_of, title_of, tokenize_with_ends, with_plain_texts
 
-# A pair of passages is selected from so many, or from more if `scored_share` says so: the most similar ones.
+# A pair of passages is selected from so many, or from more if `scored_share` says so: the most relevant ones.
 PAIR_CANDIDATES = 20
 PAIR_SIMILARITY_WEIGHT = 10.0  # of the cosine in the score of a passage of a pair
-# So many passages of a question, the most similar ones, get a late-interaction score. It takes an encoder's pass.
+# So many different passages of a question, the most similar ones, are compared with it word by word. Each takes a pass
+# of the encoder.
 MATCHED_PASSAGES = 5
 # Bias on the attention to passages outside the pair of a multi-hop question, if more than two passages are used.
 OUTSIDE_PAIR_PRIOR = -1.0
@@ -57,7 +58,8 @@ class ScoredPassage(NamedTuple):
 
     @property
     def pair_odds(self) -> float:
-        """The score with which a passage counts in a pair. The [`MultihopHead`] was fitted with these weights."""
+        """The score with which a passage counts in a pair. The weights of pairs in the [`MultihopHead`] were fitted with
+        this score."""
         return self.answer_odds + PAIR_SIMILARITY_WEIGHT * self.similarity
 
     @property
@@ -401,12 +403,9 @@ class Answerer:
                 cosines |= dict(zip(texts, found, strict=True))
             matches = dict.fromkeys(cosines, 0.0)
             if config.match_weight and texts:
-                nearest = sorted(texts, key=cosines.__getitem__, reverse=True)[:MATCHED_PASSAGES]
-                found = []
-                for part in in_chunks(len(nearest), self.processor.passage_tokens, batch.turn):
-                    found += matches_of(self.processor, question, [texts[number] for number in nearest[part]])
-                # The others are assumed to match no better than the worst of these.
-                matches = dict.fromkeys(cosines, min(found)) | dict(zip(nearest, found, strict=True))
+                nearest = {number: texts[number] for number in sorted(texts, key=cosines.__getitem__, reverse=True)}
+                found = self._match(question, nearest, batch.turn)
+                matches = dict.fromkeys(cosines, min(found.values())) | found
             unscored.append(
                 {
                     number: ScoredPassage(
@@ -416,6 +415,22 @@ class Answerer:
                 }
             )
         return batch, unscored
+
+    def _match(self, question: str | list[dict], passages: Mapping[int, str | dict], turn: Any) -> dict[int, float]:
+        """The late-interaction score of passages, by their numbers, the most similar one first. Of the different texts,
+        only the first `MATCHED_PASSAGES` are compared. Others, and those without words, are assumed to match no better
+        than the worst of these."""
+        copies: dict[str, list[int]] = {}  # numbers of the passages with the same text
+        texts = _search_texts(question, [*passages.values()])[1:]
+        for number, text in zip(passages, texts, strict=True):
+            copies.setdefault(text, []).append(number)
+        compared, found = [numbers[0] for numbers in copies.values()][:MATCHED_PASSAGES], []
+        for part in in_chunks(len(compared), self.processor.passage_tokens, turn):
+            found += matches_of(self.processor, question, [passages[number] for number in compared[part]])
+        lowest = min((score for score in found if not math.isnan(score)), default=0.0)
+        scores = [lowest if math.isnan(score) else score for score in found]
+        scores += [lowest] * (len(copies) - len(scores))
+        return {number: score for numbers, score in zip(copies.values(), scores, strict=True) for number in numbers}
 
     @torch.no_grad()
     def _score(
@@ -706,12 +721,11 @@ def maxsim_score(processor, question: str | list[dict], documents: Sequence[str 
 
 
 def matches_of(processor, question: str | list[dict], documents: Sequence[str | dict]) -> list[float]:
-    """[`maxsim_score`] of each passage by itself; 0 where a score is NaN. Passages are encoded together."""
+    """[`maxsim_score`] of each passage by itself. Passages are encoded together."""
     encoder = processor.encoder.untrained
     spans = [span for text in _search_texts(question, documents)[1:] for span in encoder.split(text)]
     of_texts(_WORDS, encoder, spans, encoder.encode_words, max_cached=256)
-    scores = [maxsim_score(processor, question, [passage]) for passage in documents]
-    return [0.0 if math.isnan(score) else score for score in scores]
+    return [maxsim_score(processor, question, [passage]) for passage in documents]
 
 
 def of_texts(

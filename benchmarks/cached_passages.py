@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
-from ..answering_arcaligner import Answerer
+from ..answering_arcaligner import Answerer, clear_text_caches, similarities_of
 from ..common.files import (
     DEFAULT_CHECKPOINT,
     SQUAD_SAMPLE,
@@ -122,7 +122,7 @@ def answer_from_cache(cache: PassageCache, row: Row, tokens_per_slot: int | str)
 
 
 def answer_from_top_ranked(cache: PassageCache, row: Row, tokens_per_slot: int | str) -> ModelOutput:
-    """Score each cached passage of a row, and answer from the top-ranked one, as is the default."""
+    """Select one of the cached passages of a row, and answer from it, as is the default."""
     answerer = Answerer(cache.model, cache.processor, cache)
     (selection,) = answerer.select([row["question"]], [row["passages"]], 1, tokens_per_slot=tokens_per_slot)
     passages = [row["passages"][number] for number in selection.numbers]
@@ -155,7 +155,7 @@ class CachedPassages:
         folder: Path,
     ):
         (aligner, base), self.rows = models, rows
-        self.device = str(base.device)
+        self.device, self.encoder = str(base.device), processor.encoder
         passages = [row["passages"][0] for row in rows]
         text = TextArms(base, processor, passages, folder / "text_apart")
         self.text_tokens = sum(keys_values.shape[3] for keys_values in text.cached.values()) / len(rows)
@@ -183,6 +183,12 @@ class CachedPassages:
             self.arms[f"{name}_folder"] = partial(answer_from_cache, disk, tokens_per_slot=tokens_per_slot)
             self.folders[f"{name}_folder"] = path
 
+    def forget_words(self) -> None:
+        """Drop the encoded words of all texts, which selecting a passage compares, but not the embeddings of passages:
+        a corpus has these, but not the words."""
+        clear_text_caches()
+        similarities_of(self.encoder, "?", [row["passages"][0] for row in self.rows])
+
     def draw(self, k: int, number: int) -> Row:
         """Draw a question about `k` passages; the same `number` gives the same one in each run."""
         rows = random.Random(number).sample(self.rows, k)
@@ -195,6 +201,8 @@ class CachedPassages:
         def before(name: str) -> None:
             if name in self.folders:
                 drop_page_cache(self.folders[name])
+            if name.endswith(TOP_RANKED):
+                self.forget_words()
 
         def turns(number: int) -> dict[str, Callable[[], ModelOutput]]:
             row = self.draw(k, number)

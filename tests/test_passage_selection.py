@@ -302,6 +302,18 @@ def test_few_passages_are_matched(ask_independent, monkeypatch):
     assert {number: passage.match for number, passage in scores.items()} == pytest.approx(expected, abs=1e-3)
 
 
+def test_copies_match_alike(ask_independent, monkeypatch):
+    """Copies count as one text, and a passage without words as the least similar one."""
+    answerer, processor = ask_independent.answerer, ask_independent.processor
+    monkeypatch.setattr(answering_arcaligner, "MATCHED_PASSAGES", 3)
+    passages = [MANY[1], MANY[1], "...", MANY[2], MANY[1]]
+    similarities = [dict(enumerate([0.9, 0.8, 0.7, 0.6, 0.1]))]
+    monkeypatch.setattr(answering_arcaligner, "maxsim_score", lambda _, question, documents: SCORES[documents[0]])
+    SCORES = {MANY[1]: 0.75, MANY[2]: 0.5, "...": math.nan}
+    (scores,) = answerer.score([QUESTION], [passages], similarities=similarities)
+    assert [passage.match for passage in scores.values()] == [0.75, 0.75, 0.5, 0.5, 0.75]
+
+
 def test_no_weight_no_late_interaction(ask_independent, monkeypatch):
     monkeypatch.setattr(ask_independent.model.config, "match_weight", 0.0)
     monkeypatch.setattr(answering_arcaligner, "matches_of", None)  # not called

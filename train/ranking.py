@@ -6,12 +6,13 @@ One of several passages is selected by its answerability, plus its cosine with t
 and its late-interaction score times `match_weight`. FILE has questions with several passages each and with answers,
 such as `python -m arcaligner.evaluation.retrieval` writes (the schema is in `common/rows.py`). The aligner scores all
 passages and answers from each of them alone. Then the selection of one passage is repeated with each pair of weights,
-as it takes place when a question is asked, so that each pair also has its own number of scored passages.
+as it takes place with `max_passages=1`, so that each pair also has its own number of scored passages. By default, a
+multi-hop question gets two passages, which is not measured here: leave out such questions.
 
 Differences are those to the configured weights, for the same questions, with their standard errors. `--save` saves the
-best pair in `config.json` of the aligner if its difference is more than twice its standard error. The best of several
-pairs looks a little better than it is, because chance has helped to choose it. So use many questions, and others than
-those of your evaluation.
+best pair in `config.json` of the aligner if its difference, from at least 30 questions, is more than twice its standard
+error. The best of several pairs looks a little better than it is, because chance has helped to choose it. So use many
+questions, and others than those of your evaluation.
 """
 
 import json
@@ -36,6 +37,8 @@ from .validate import BATCH, load_mean
 SETTINGS = "similarity_weight", "match_weight"
 # Pairs of these weights, which are compared with the configured pair.
 PAIRS = ((0, 0), (10, 0), (30, 0), (0, 15), (10, 5), (20, 10), (30, 15), (45, 20), (60, 30))
+
+MIN_QUESTIONS = 30  # fewer say too little about weights
 
 Weights = tuple[float, float]
 
@@ -146,9 +149,12 @@ def compare(measured: Sequence[Passages], config) -> tuple[list[str], dict[Weigh
     return markdown_table(columns, cells), {pair: differences[title] for pair, title in titles.items()}
 
 
-def save_best(folder: Path, differences: dict[Weights, tuple[float, float]]) -> str:
+def save_best(folder: Path, differences: dict[Weights, tuple[float, float]], num_questions: int) -> str:
     """Save the best pair of weights in the configuration of the aligner in `folder`, if its difference to the
-    configured pair is more than twice its standard error. Return a sentence that says whether it was saved."""
+    configured pair is more than twice its standard error, and there are `MIN_QUESTIONS`. Return a sentence that says
+    whether it was saved."""
+    if num_questions < MIN_QUESTIONS:
+        return f"Nothing was saved: weights need at least {MIN_QUESTIONS} questions, and the file has {num_questions}."
     best = max(differences, key=lambda pair: differences[pair][0])
     mean, error = differences[best]
     if mean <= 2 * error:
@@ -179,7 +185,7 @@ def main(
     title = f"One selected passage, {len(questions)} questions. Weights are `similarity_weight` and `match_weight`."
     typer.echo("\n".join([title, "", *lines]))
     if save:
-        typer.echo(f"\n{save_best(aligner, differences)}")
+        typer.echo(f"\n{save_best(aligner, differences, len(questions))}")
 
 
 if __name__ == "__main__":

@@ -102,11 +102,13 @@ def check_settings(folder: Path, settings: str) -> None:
 
 def check_resume(value: str | bool | None, output_dir: str | Path, is_stage: bool) -> None:
     """Raises `ValueError` if `resume_from_checkpoint` names anything else than the checkpoint that a run in
-    `output_dir` continues from anyway. `true` is also accepted if there is none yet. Only a stage of an aligner
-    (`is_stage`) can start from another checkpoint."""
+    `output_dir` continues from anyway. `true` and `false` are also accepted if there is none yet. Only a stage of an
+    aligner (`is_stage`) can start from another checkpoint."""
     if value is None or str(value).lower() == "true":
         return
     last = next((path for path in _checkpoints(output_dir) if _find_fault(path) is None), None)
+    if last is None and str(value).lower() in ("false", ""):
+        return
     if last is None or Path(str(value)).resolve() != last.resolve():
         remedy = "set `model_name_or_path` to its folder, and choose" if is_stage else "choose"
         raise ValueError(

@@ -68,13 +68,13 @@ def first_token_ms(size: dict[str, Any], arm: str) -> float:
 
 # Cached passages
 
-TOP_RANKED = "_top_ranked"  # suffix of an arm that scores each passage first
+TOP_RANKED = "_top_ranked"  # suffix of an arm that selects a passage first
 _CACHED_TITLES = {
     "text": "text, nothing cached",
     "text_same_set": "text, the same passages in the same order cached",
     "text_apart": "text of independent passages, cached",
 }
-_HOW = {"_folder": ", from disk", TOP_RANKED: ", each passage scored, the top-ranked used", "": ""}
+_HOW = {"_folder": ", from disk", TOP_RANKED: ", the top-ranked used", "": ""}
 
 
 def _cached_arm(name: str) -> tuple[str, str]:

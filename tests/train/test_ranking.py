@@ -144,7 +144,7 @@ def test_only_clear_difference_is_saved(tmp_path, error, is_saved):
     """The difference has to be more than twice its standard error; all other fields stay."""
     before = {"similarity_weight": 30.0, "model_type": "arcaligner", "text_config": {"hidden_size": 8}}
     (tmp_path / "config.json").write_text(json.dumps(before))
-    line = save_best(tmp_path, {(30.0, 15.0): (0.0, 0.0), (20, 0): (5.0, error), (10, 5): (4.0, 0.1)})
+    line = save_best(tmp_path, {(30.0, 15.0): (0.0, 0.0), (20, 0): (5.0, error), (10, 5): (4.0, 0.1)}, 30)
     after = json.loads((tmp_path / "config.json").read_text())
     assert after == before | ({"similarity_weight": 20.0, "match_weight": 0.0} if is_saved else {})
     assert line.startswith("Saved in " if is_saved else "Nothing was saved: the difference of the best weights, 20 and")
@@ -152,7 +152,13 @@ def test_only_clear_difference_is_saved(tmp_path, error, is_saved):
 
 def test_single_question_saves_nothing(tmp_path):
     mean, error = difference(np.array([100.0]), np.array([0.0]))
-    assert mean == 100.0 and save_best(tmp_path, {(30, 0): (mean, error)}).startswith("Nothing was saved")
+    assert mean == 100.0 and save_best(tmp_path, {(30, 0): (mean, error)}, 30).startswith("Nothing was saved")
+
+
+def test_few_questions_save_nothing(tmp_path):
+    """Two questions with the same difference have no error, and still say little."""
+    mean, error = difference(np.array([100.0, 100.0]), np.zeros(2))
+    assert error == 0.0 and "at least 30" in save_best(tmp_path, {(30, 0): (mean, error)}, 2)
 
 
 def test_command_saves_better_weights(folder, separate, rows, monkeypatch, tmp_path, capsys):
@@ -168,6 +174,7 @@ def test_command_saves_better_weights(folder, separate, rows, monkeypatch, tmp_p
         row["answers"] = [row["passages"][nearest]["text"]]
     write_rows(tmp_path / "rows.jsonl", [*rows, rows[0] | {"answers": []}])  # of which the first six are used
     before = json.loads((folder / "config.json").read_text())
+    monkeypatch.setattr(ranking, "MIN_QUESTIONS", 6)
     main(folder, tmp_path / "rows.jsonl", number=6)
     assert "Saved" not in capsys.readouterr().out and json.loads((folder / "config.json").read_text()) == before
     others = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "config.json"}
