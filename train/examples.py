@@ -206,8 +206,8 @@ def _check_columns(source: str, columns: Collection[str], options: dict[str, str
     if missing := [options[key] for key in ("text", "title") if options[key] and options[key] not in columns]:
         raise ValueError(
             f"{source} has the columns {', '.join(sorted(columns))}, but not {', '.join(missing)}; expected either "
-            f"questions (with all of the columns {', '.join(ROW_FIELDS)}, or with the columns of HotpotQA), or texts in "
-            "a column that the source names. If they are in the column `body`, append `?text=body` to the source."
+            f"questions (with all of the columns {', '.join(ROW_FIELDS)}, or with HotpotQA's columns), or texts in a "
+            "column that the source names. If they are in the column `body`, append `?text=body` to the source."
         )
 
 
