@@ -1210,7 +1210,7 @@ def save_keys_values(
         raise
 
 
-_REPLACED = "A `PassageCache` that is not read-only replaces such a file."
+_REPLACED = "Delete the file, or let a `PassageCache` that is not read-only replace it."
 
 
 def load_keys_values(

@@ -505,9 +505,9 @@ def _check_base_weights(model) -> None:
         former_shape, former = model._base_samples[name]
         if shape != former_shape:
             raise ValueError(
-                f"`{name}` of the base model has shape {tuple(shape)}; expected {tuple(former_shape)}, its shape after "
-                "loading, because the checkpoint would not contain the base model. Pass `save_base_model=True`, or do "
-                "not change the shapes of the base model."
+                f"`{name}` of the base model has shape {tuple(shape)}; expected {tuple(former_shape)}, its shape when "
+                "it was loaded. A checkpoint without the base model could not be loaded with another shape. Call "
+                "`model.save_pretrained(folder, save_base_model=True)`, or do not change the shapes."
             )
         tolerance = 0.0 if numbers.dtype == former.dtype else 0.01  # the model was cast
         if not torch.allclose(numbers.float(), former.float(), rtol=tolerance, atol=tolerance * 1e-3, equal_nan=True):
@@ -515,8 +515,8 @@ def _check_base_weights(model) -> None:
     if changed:
         logger.warning(
             f"Weights of the base model have changed since they were loaded, first `{changed[0]}` ({len(changed)} in "
-            "all). These changes are not saved, because only the aligner is. Pass `save_base_model=True` to save the "
-            "base model as well."
+            "all). These changes are not saved, because only the aligner is. To save the base model as well, call "
+            "`model.save_pretrained(folder, save_base_model=True)`."
         )
 
 

@@ -344,8 +344,8 @@ def save_again(path, fingerprint):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda path: path.write_bytes(path.read_bytes()[:100]), "cannot be read.*replaces such a file"),
-        (lambda path: (path.unlink(), path.mkdir()), "cannot be read.*replaces such a file"),
+        (lambda path: path.write_bytes(path.read_bytes()[:100]), "cannot be read.*Delete the file"),
+        (lambda path: (path.unlink(), path.mkdir()), "cannot be read.*Delete the file"),
         (lambda path: save_file(load_file(path), path), "format is None; expected 'arcaligner-passage-3'"),
         (lambda path: save_file(load_file(path), path, {"format": "x-0"}), "'x-0'; expected 'arcaligner-passage-3'"),
         (lambda path: save_again(path, []), "prefix.safetensors cannot be read: its fingerprint is of type list"),

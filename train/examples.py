@@ -168,8 +168,8 @@ def open_corpus(
     columns = set(dataset.column_names)
     if asks and "question" not in columns:
         raise ValueError(
-            f"{source} has no questions, which stages II and III need; expected the keys {', '.join(ROW_FIELDS)}, or "
-            "rows of HotpotQA. Choose another source."
+            f"{source} has no questions, which stages II and III need; expected rows with all of the keys "
+            f"{', '.join(ROW_FIELDS)}, or rows of HotpotQA. Choose another source."
         )
     is_text = _are_texts(columns)
     if "passages" in columns:
@@ -205,9 +205,9 @@ def _check_columns(source: str, columns: Collection[str], options: dict[str, str
     """Raises `ValueError` for a data set of texts without the columns that the source names."""
     if missing := [options[key] for key in ("text", "title") if options[key] and options[key] not in columns]:
         raise ValueError(
-            f"{source} has the columns {', '.join(sorted(columns))}, but not {', '.join(missing)}; expected "
-            f"{', '.join(ROW_FIELDS)}, those of HotpotQA, or a column of texts. Append the name of this column to the "
-            "source, such as `?text=body` for the column `body`."
+            f"{source} has the columns {', '.join(sorted(columns))}, but not {', '.join(missing)}; expected either "
+            f"questions (with all of the columns {', '.join(ROW_FIELDS)}, or with HotpotQA's columns), or texts in a "
+            "column that the source names. If they are in the column `body`, append `?text=body` to the source."
         )
 
 
@@ -623,8 +623,9 @@ class ExampleSelector:
             again, _ = dataclasses.replace(self, seed=self.seed + len(passes))._take(source, missing, held_out=False)
             if not len(again):
                 raise ValueError(
-                    f"No row of {source} can be used again, because all examples with other distractors are too long. "
-                    "Raise `max_tokens`, or set `oversample` to false."
+                    f"{source} gives {sum(map(len, passes))} of the {number} examples that its weight asks for. Its "
+                    "rows cannot be used again to make more, because with other distractors each example is longer "
+                    f"than {self.builder.max_tokens} tokens. Raise `max_tokens`, or set `oversample` to false."
                 )
             passes.append(again)
         if len(passes) > 1:

@@ -231,11 +231,10 @@ class LlamaCppEngine:
         cache_type: str = "f16",
     ):
         check_gates(gate_mode, None, None)
-        if context_length < 1 or cache_type not in CACHE_TYPES:
-            raise ValueError(
-                f"Got `context_length` {context_length} and `cache_type` {cache_type!r}; expected a "
-                f"`context_length` of at least 1, and {' or '.join(map(repr, CACHE_TYPES))} as `cache_type`."
-            )
+        if context_length < 1:
+            raise ValueError(f"`context_length` is {context_length}; expected a number of positions of at least 1.")
+        if cache_type not in CACHE_TYPES:
+            raise ValueError(f"`cache_type` is {cache_type!r}; expected {' or '.join(map(repr, CACHE_TYPES))}.")
         import_llama_cpp()
         folder = Path(folder)
         self.config = config = ArcAlignerConfig.from_pretrained(folder)

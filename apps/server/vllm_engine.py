@@ -382,7 +382,8 @@ class VllmEngine(Engine):
                 if max_new_tokens < 1:
                     raise ValueError(
                         f"The prompt takes {len(body['prompt'])} positions, one for each slot and each token; expected "
-                        f"at most {self.max_model_len - 1}, the context length of vLLM. Pass fewer or shorter passages."
+                        f"at most {self.max_model_len - 1}, one less than the context length of vLLM, to leave space "
+                        "for an answer. Pass fewer or shorter passages."
                     )
                 body["max_tokens"] = min(request.max_new_tokens, max_new_tokens)
                 await self._stream(request, body, score, batch_size, began)

@@ -31,10 +31,16 @@ def read_answers(run: Path, task: str, method: str) -> list[dict[str, Any]]:
     """The answers of a method to a task, each with `is_abstention`."""
     file = AnswerFile(run, task, method)
     answers = file.read()
-    if not answers or "answerability" not in answers[0]:
+    if not answers:
         raise ValueError(
-            f"{file.path} is missing, or its answers have no answerability. Run `arcaligner evaluate --recipe "
-            f"smollm2_135m --data FOLDER --tasks {','.join(TASKS)} --methods {method} --output {run}`."
+            f"There are no answers in {file.path}. Run `arcaligner evaluate --recipe smollm2_135m --data FOLDER "
+            f"--tasks {','.join(TASKS)} --methods {method} --output {run}`."
+        )
+    if "answerability" not in answers[0]:
+        raise ValueError(
+            f"The answers in {file.path} have no answerability; expected those of a method with slots, from an aligner "
+            "with an answerability head. Choose other `--methods`, or fit a head with `python -m "
+            "arcaligner.train.confidence` and evaluate again into an empty folder."
         )
     checkpoint = file.settings()["checkpoint"]
     threshold = ArcAlignerConfig.from_pretrained(checkpoint).answerability_threshold

@@ -153,5 +153,7 @@ def test_abstentions_below_the_threshold(model, processor, tmp_path, capsys):
     # In five of 4 x 3 pairs the unanswerable question has the higher answerability.
     assert others == ["43.8", "6.2", "0.583"]
     write_answers(tmp_path, TASKS[0], "naive", [{}])
-    with pytest.raises(ValueError, match="is missing, or its answers have no answerability. Run `arcaligner evaluate"):
+    with pytest.raises(ValueError, match="naive.* have no answerability; .*Choose other `--methods`"):
         abstentions(tmp_path, "naive")
+    with pytest.raises(ValueError, match="There are no answers in .*arcaligner_x8.* Run `arcaligner evaluate"):
+        abstentions(tmp_path, "arcaligner_x8")

@@ -182,8 +182,8 @@ def check_slots(slots: Any) -> list[Header]:
     if not is_list or not all(type(count) is int and count >= 0 for _, count in slots):
         raise ValueError(
             f"`slots` is {reprlib.repr(slots)}; expected [[KEY, number of slots], ...]. Each KEY is the name of a file "
-            "in the folder of precomputed passages, without .safetensors. Put the file of the text before the passages "
-            "first."
+            "in the folder of precomputed passages, without .safetensors. The first pair has to be that of the file "
+            "with the text that precedes the passages."
         )
     headers = [read_header(key) for key, _ in slots]
     first = headers[0]
@@ -327,8 +327,9 @@ def _read_values(key: str, header: Header) -> torch.Tensor | ValueError:
 
 
 def _unusable(path: Path, error: Exception) -> ValueError:
+    reason = f"it has no entry {error}" if isinstance(error, KeyError) else error
     return ValueError(
-        f"The precomputed passage {path.name} cannot be used: {error}. Run `arcaligner corpus precompute` again."
+        f"The precomputed passage {path.name} cannot be used: {reason}. Run `arcaligner corpus precompute` again."
     )
 
 

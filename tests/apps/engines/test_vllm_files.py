@@ -174,6 +174,10 @@ def lose(path):
         (lambda path: save_file(load_file(path), path), "its format is None"),
         (lambda path: save_file(load_file(path), path, {"format": slots.FORMAT}), "does not name its base model"),
         (
+            lambda path: save_file(load_file(path), path, {"format": slots.FORMAT, "base_model": "{}"}),
+            "it has no entry 'fingerprint'",
+        ),
+        (
             lambda path: shutil.copy(next(p for p in path.parent.iterdir() if p != path), path),
             "name is not the digest of its fingerprint",
         ),
