@@ -304,7 +304,7 @@ def test_few_passages_are_matched(ask_independent, monkeypatch):
 
 def test_copies_match_alike(ask_independent, monkeypatch):
     """Copies count as one text, and a passage without words as the least similar one."""
-    answerer, processor = ask_independent.answerer, ask_independent.processor
+    answerer = ask_independent.answerer
     monkeypatch.setattr(answering_arcaligner, "MATCHED_PASSAGES", 3)
     passages = [MANY[1], MANY[1], "...", MANY[2], MANY[1]]
     similarities = [dict(enumerate([0.9, 0.8, 0.7, 0.6, 0.1]))]

@@ -58,8 +58,7 @@ class ScoredPassage(NamedTuple):
 
     @property
     def pair_odds(self) -> float:
-        """The score with which a passage counts in a pair. The weights of pairs in the [`MultihopHead`] were fitted with
-        this score."""
+        """The score with which a passage counts in a pair. With it the pairs' weights in [`MultihopHead`] were fitted."""
         return self.answer_odds + PAIR_SIMILARITY_WEIGHT * self.similarity
 
     @property
