@@ -58,7 +58,7 @@ class ScoredPassage(NamedTuple):
 
     @property
     def pair_odds(self) -> float:
-        """The score with which a passage counts in a pair. With it the pairs' weights in [`MultihopHead`] were fitted."""
+        """The score with which a passage counts in a pair: [`MultihopHead`] has weights that were fitted with it."""
         return self.answer_odds + PAIR_SIMILARITY_WEIGHT * self.similarity
 
     @property

@@ -308,8 +308,8 @@ def test_copies_match_alike(ask_independent, monkeypatch):
     monkeypatch.setattr(answering_arcaligner, "MATCHED_PASSAGES", 3)
     passages = [MANY[1], MANY[1], "...", MANY[2], MANY[1]]
     similarities = [dict(enumerate([0.9, 0.8, 0.7, 0.6, 0.1]))]
-    monkeypatch.setattr(answering_arcaligner, "maxsim_score", lambda _, question, documents: SCORES[documents[0]])
-    SCORES = {MANY[1]: 0.75, MANY[2]: 0.5, "...": math.nan}
+    matches = {MANY[1]: 0.75, MANY[2]: 0.5, "...": math.nan}
+    monkeypatch.setattr(answering_arcaligner, "maxsim_score", lambda _, question, documents: matches[documents[0]])
     (scores,) = answerer.score([QUESTION], [passages], similarities=similarities)
     assert [passage.match for passage in scores.values()] == [0.75, 0.75, 0.5, 0.5, 0.75]
 
