@@ -326,7 +326,7 @@ def test_every_fingerprint_field_is_compared(model, processor, tmp_path):
     assert len(fingerprint) > 20
     assert torch.equal(load_keys_values(path, fingerprint, config), store._entries[path.stem])
     for field, value in fingerprint.items():
-        expected = f"`{field}` {json.loads(json.dumps(value))!r}; expected 'other'. A `PassageCache` that"
+        expected = f"`{field}` {json.loads(json.dumps(value))!r}; expected 'other'. Delete the file"
         with pytest.raises(ValueError, match=re.escape(expected)):
             load_keys_values(path, {**fingerprint, field: "other"}, config)
 
