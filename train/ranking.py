@@ -104,8 +104,7 @@ def select_one(passages: Passages, weights: Weights, config) -> tuple[int, int]:
     settings = dict(zip(SETTINGS, weights, strict=True))
     scores = {number: passage.score._replace(**settings) for number, passage in passages.items()}
     unscored = {number: score._replace(answerability=config.most_answerability) for number, score in scores.items()}
-    relevances = {number: (score.log_odds, score.similarity) for number, score in unscored.items()}
-    first, *others = candidates_of(relevances, 1, config.scored_share)
+    first, *others = candidates_of(unscored, 1, config.scored_share)
     scored = {first: scores[first]}
     if others and not are_sure(scored, 1, unscored[others[0]]):
         scored = {number: scores[number] for number in sorted([first, *others])}

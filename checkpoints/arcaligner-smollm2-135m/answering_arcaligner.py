@@ -123,13 +123,16 @@ def top_odds(scores: Sequence[Mapping[int, ScoredPassage]]) -> torch.Tensor:
     return torch.tensor(best, dtype=torch.float64, device="cpu").logit(eps=1e-12).clamp(-MAX_LOG_ODDS, MAX_LOG_ODDS)
 
 
-def candidates_of(relevances: Mapping[int, Any], max_passages: int, share: float) -> list[int]:
-    """Numbers of the passages to score before `max_passages` of them are selected, the most relevant one first: a
-    `share` of all passages, but at least one more than are selected.
+def candidates_of(unscored: Mapping[int, ScoredPassage], max_passages: int, share: float) -> list[int]:
+    """Numbers of the `unscored` passages to score before `max_passages` of them are selected, the most relevant one
+    first: a `share` of all passages, but at least one more than are selected.
 
-    >>> candidates_of({0: 0.1, 1: 0.7, 2: 0.3, 3: 0.2, 4: 0.5}, max_passages=1, share=0.5)
+    >>> cosines = {0: 0.1, 1: 0.7, 2: 0.3, 3: 0.2, 4: 0.5}
+    >>> unscored = {number: ScoredPassage(0.98, cosine, False, 10.0) for number, cosine in cosines.items()}
+    >>> candidates_of(unscored, max_passages=1, share=0.5)
     [1, 4, 2]
     """
+    relevances = {number: (passage.log_odds, passage.similarity) for number, passage in unscored.items()}
     order = sorted(relevances, key=relevances.__getitem__, reverse=True)
     return order[: max(max_passages + 1, math.ceil(share * len(order)))]
 
@@ -470,8 +473,7 @@ class _Scoring:
     def candidates(self, index: int, limit: int) -> list[int]:
         """The numbers of a question's passages to score before `limit` of them are selected, the most relevant one
         first."""
-        relevances = {number: (item.log_odds, item.similarity) for number, item in self.unscored[index].items()}
-        return candidates_of(relevances, limit, self.answerer.model.config.scored_share)
+        return candidates_of(self.unscored[index], limit, self.answerer.model.config.scored_share)
 
     def add(self, numbers: Sequence[Sequence[int]]) -> None:
         """Score these passages of each question, except those that have a score."""

@@ -48,7 +48,7 @@ NEW_TOKENS = 16
 def earlier_selection() -> Iterator[None]:
     """Scores all passages and ranks them as that commit did. Later code may score only the most similar ones, and has
     other weights in the score, which is three times as large."""
-    functions = {"candidates_of": lambda relevances, most, share: list(relevances), "are_sure": lambda *args: False}
+    functions = {"candidates_of": lambda unscored, most, share: list(unscored), "are_sure": lambda *args: False}
     with (
         mock.patch.multiple(answering_arcaligner, **functions, PRIOR_SCALE=1.0),
         mock.patch.object(ScoredPassage, "log_odds", ScoredPassage.pair_odds),
