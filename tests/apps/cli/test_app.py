@@ -214,7 +214,7 @@ def cut_in_half(path) -> None:
     ("name", "damage", "message"),
     [
         ("model.safetensors", cut_in_half, "model.safetensors cannot be read"),
-        ("config.json", lambda path: path.write_text("[]"), "does not contain a configuration"),
+        ("config.json", lambda path: path.write_text("[]"), "does not contain a JSON object, so it is not a"),
         ("config.json", lambda path: edit_json(path, lora_r="x"), "Field 'lora_r' expected int, got str"),
         ("config.json", lambda path: edit_json(path, text_config=5), "The config.json of "),
         ("config.json", lambda path: edit_json(path, base_model_name_or_path="a/b"), "`hf download a/b --local-dir"),
