@@ -510,7 +510,7 @@ def train(
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(help="Pass `gpu` to use the settings for GPUs in the recipe's gpu.yaml, if it has this file."),
+        typer.Option(help="Pass `gpu` to use the recipe's settings for GPUs: those in its gpu.yaml, if there is one."),
     ] = None,
     dry_run: Annotated[
         bool,
@@ -623,7 +623,10 @@ def evaluate(
     folder: Annotated[Path | None, typer.Option("--output", help="Folder for answers and tables.")] = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="Folder with a file TASK.jsonl.gz for each task. Default: the recipe's, else the Hub."),
+        typer.Option(
+            help="Folder with a file TASK.jsonl.gz for each task. Default: the recipe's folder, else the data sets of "
+            "the Hub."
+        ),
     ] = None,
     num_questions: Annotated[int | None, typer.Option("-n", help="Maximum number of questions per task.")] = None,
     passages: Annotated[
@@ -686,7 +689,10 @@ def reproduce(
     folder: Annotated[Path | None, typer.Option("--output", help="Folder for answers and pages.")] = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="Folder with a file TASK.jsonl.gz for each task. Default: the recipe's, else the Hub."),
+        typer.Option(
+            help="Folder with a file TASK.jsonl.gz for each task. Default: the recipe's folder, else the data sets of "
+            "the Hub."
+        ),
     ] = None,
     floor: Annotated[
         bool,

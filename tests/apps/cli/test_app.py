@@ -179,7 +179,8 @@ def test_user_errors_print_one_line(answer, base_model_dir, document, tmp_path, 
         (
             paths["binary"],
             {},
-            "binary.txt is not text in UTF-8 or in any other known encoding (see its byte 0, counted from 0)",
+            "binary.txt is not text in UTF-8 or in any other known encoding (the first byte that does not fit is at "
+            "offset 0)",
         ),
         (paths["empty"], {}, "empty.txt contains no text"),
         (paths["long"], {}, "long.txt makes 5 passages; expected at most 4"),
