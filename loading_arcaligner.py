@@ -334,7 +334,7 @@ class AlignerMixin:
                 shutil.copyfile(source, folder / name)
         if missing:
             logger.warning(
-                f"The saved checkpoint lacks files of code ({', '.join(missing)}), because the model was loaded with "
+                f"The saved checkpoint lacks the code files ({', '.join(missing)}), because the model was loaded with "
                 "`trust_remote_code=True`, and only the files that it needs were loaded. Load the processor or the "
                 "pipeline as well before you save the model, or load the model with `ArcAlignerForCausalLM` of the "
                 "package `arcaligner`."
@@ -425,8 +425,8 @@ def check_weights(model, files: list[str], source: str, ignore_mismatched_sizes:
         )
     if surplus := sorted(saved.keys() - expected.keys()):
         raise ValueError(
-            f"Checkpoint {source} has aligner weights that do not fit its settings, first `{surplus[0]}` "
-            f"({len(surplus)} in all). {settings}"
+            f"Checkpoint {source} has {len(surplus)} aligner weights that a model with the settings in its config.json "
+            f"does not have, first `{surplus[0]}`. {settings}"
         )
     others = sorted(key for key in expected if saved[key] != expected[key])
     if others and not ignore_mismatched_sizes:

@@ -348,12 +348,12 @@ class LlamaCppEngine:
 
     def _check_length(self, length: int) -> None:
         if length > (limit := self.session.context_length):
-            is_longest = limit == longest_prompt(self.config.text_config)
-            whose = "the maximum of the base model" if is_longest else "the `context_length` of `LlamaCppEngine`"
-            larger = "" if is_longest else ", or a larger `context_length`"
+            whose = "the `context_length` of `LlamaCppEngine`"
+            advice = "fewer passages, a lower `max_new_tokens`, or a larger `context_length`"
+            if limit == longest_prompt(self.config.text_config):
+                whose, advice = "the maximum of the base model", "fewer passages or a lower `max_new_tokens`"
             raise ValueError(
-                f"Prompt and answer need up to {length} positions; expected at most {limit}, {whose}. Pass fewer "
-                f"passages, a lower `max_new_tokens`{larger}."
+                f"Prompt and answer need up to {length} positions; expected at most {limit}, {whose}. Pass {advice}."
             )
 
 

@@ -473,7 +473,7 @@ def check_adapters(backbone: nn.Module) -> None:
     if adapters != [ADAPTER_NAME]:
         raise ValueError(
             f"Active or merged PEFT adapters: {adapters}; expected only {ADAPTER_NAME!r}, the LoRA of the slots. "
-            "Activate only this adapter. To train it, call `set_stage`, and pass no `peft_config` to the trainer."
+            "Activate only this adapter. To train it, call `model.set_stage`, and pass no `peft_config` to the trainer."
         )
 
 

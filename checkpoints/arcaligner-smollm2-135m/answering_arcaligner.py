@@ -232,9 +232,9 @@ class Answerer:
         if self.model.answerability_head is None:
             leave_out = f", or leave out {argument}" if argument else ""
             raise ValueError(
-                f"{subject} needs an answerability head (the classifier that estimates how likely the passages contain "
-                "an answer), but this aligner has none (its `answerability_layers` is None). Fit one with "
-                f"`python -m arcaligner.train.confidence`{leave_out}."
+                f"{subject} needs an answerability head (the classifier that estimates how likely it is that the "
+                "passages contain an answer), but this aligner has none (its `answerability_layers` is None). Fit one "
+                f"with `python -m arcaligner.train.confidence`{leave_out}."
             )
 
     def check_can_score(self, subject: str, argument: str | None = None) -> None:
@@ -245,7 +245,7 @@ class Answerer:
             leave_out = f", or leave out {argument}" if argument else ""
             raise ValueError(
                 f"{subject} needs an aligner with `passage_attention` 'separate', but this aligner has "
-                f"{self.processor.passage_attention!r}. Use another aligner{leave_out}."
+                f"{self.processor.passage_attention!r}. Use an aligner that was trained with 'separate'{leave_out}."
             )
 
     # Passages

@@ -98,7 +98,7 @@ def check_answerability_layers(layers: list[int] | None, num_layers: int) -> Non
         raise ValueError(
             f"`answerability_layers` is {layers!r}; expected a list of layer numbers from 0 to {num_layers - 1}, in "
             "ascending order and without repetition, or None for an aligner without an answerability head (the "
-            "classifier that estimates how likely the passages contain an answer)."
+            "classifier that estimates how likely it is that the passages contain an answer)."
         )
 
 
@@ -322,7 +322,7 @@ class ArcAlignerConfig(PreTrainedConfig):
         if self.word_parts < 0:
             raise ValueError(
                 f"`word_parts` is {self.word_parts}; expected a whole number of at least 0. The tokens of a slot are "
-                "divided into so many parts, whose mean embeddings are added to the slot; with 0, none are added."
+                "divided into this many parts, whose mean embeddings are added to the slot; with 0, none are added."
             )
         num_layers = self.text_config.num_hidden_layers
         if isinstance(self.gate_layers, str):

@@ -229,9 +229,9 @@ def check_slots(slots: Any) -> list[Header]:
         )
     if first.fingerprint.get("passage_attention") != "separate" and len(slots) > 2:
         raise ValueError(
-            f"`slots` names {len(slots) - 1} files of passages; expected one, because this aligner's passages are "
-            "joint and all passages of a question are saved in one file. Pass two files: that of the text before "
-            "the passages, and that of the passages."
+            f"`slots` names {len(slots) - 1} files of passages; expected one, because this aligner's passages attend "
+            "to each other, so all passages of a question are saved in one file. Pass two files: that of the text "
+            "before the passages, and that of the passages."
         )
     return headers
 
@@ -520,7 +520,7 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
         if len(slots) > 2 and self._config.model_type not in ROTATED:
             raise ValueError(
                 f"The base model is of type {self._config.model_type!r}; with several independent passages, expected "
-                f"one of {', '.join(ROTATED)}. Pass one passage, or use such a base model."
+                f"one of the types {', '.join(ROTATED)}. Pass one passage, or use a base model of such a type."
             )
         return headers
 

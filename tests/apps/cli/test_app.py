@@ -185,7 +185,7 @@ def test_user_errors_print_one_line(answer, base_model_dir, document, tmp_path, 
         (paths["empty"], {}, "empty.txt contains no text"),
         (paths["long"], {}, "long.txt makes 5 passages; expected at most 4"),
         (paths["one_word"], {}, "one_word.txt makes 5 passages"),  # text without spaces is cut as well
-        (Path("tests/data/case_studies.jsonl").absolute(), {}, "case_studies.jsonl is a file of rows"),
+        (Path("tests/data/case_studies.jsonl").absolute(), {}, "case_studies.jsonl contains rows of data"),
         (document, {"question": " "}, "The question is empty"),
         (document, {"checkpoint": tmp_path / "none"}, f"There is no folder {tmp_path / 'none'}"),
         (document, {"checkpoint": "tests/none"}, "There is no folder tests/none"),

@@ -397,7 +397,7 @@ def test_further_trained_encoder_warns(corpus, processor, monkeypatch):
 
     monkeypatch.setattr(processor.encoder, "encode_spans", moved)
     with pytest.warns(
-        UserWarning, match="slightly different weights of the checkpoint's encoder.* build the corpus again"
+        UserWarning, match="weights differ slightly from those of the checkpoint's encoder.* build the corpus again"
     ):
         corpus.check(processor)
 
