@@ -129,7 +129,7 @@ class ArcAlignerProcessor(ProcessorMixin):
         for name, value in (names | sizes).items():
             if not isinstance(value, str if name in names else int | None):
                 raise ValueError(
-                    f"`{name}` is {value!r}; expected {'a string' if name in names else 'a whole number'}."
+                    f"`{name}` is {value!r}; expected {'a string' if name in names else 'a whole number or None'}."
                 )
         for name, value in {"max_passage_tokens": max_passage_tokens, "passage_tokens": passage_tokens}.items():
             check_num_tokens(name, value)

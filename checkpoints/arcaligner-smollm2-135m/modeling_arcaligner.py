@@ -306,7 +306,7 @@ class SlotLoraVariant(LoraVariant):
     def _refuse_merge(module, active_adapter, orig_weight):
         raise ValueError(
             f"The LoRA adapter `{active_adapter}` cannot be merged, because it applies to context slots only, but "
-            "merged weights would also apply it to text. Use the model with the unmerged adapter."
+            "merged weights would also apply it to text. Leave the adapter unmerged."
         )
 
     merge_safe = merge_unsafe = unmerge = _refuse_merge
