@@ -119,9 +119,9 @@ def _check_slots(is_slot: np.ndarray, is_finite: np.ndarray, is_nonzero: np.ndar
     max_count = counts.max(initial=0)
     if max_count > num_embeds or is_nonzero[:, max_count:].any():
         raise ValueError(
-            f"The rows of `input_ids` have {counts.tolist()} context tokens, but `context_embeds` has {num_embeds} "
-            "embeddings per row; expected one for each context token. Put zeros at the end of rows that have fewer "
-            "context tokens."
+            f"The rows of `input_ids` have {counts.tolist()} slots (context tokens), but `context_embeds` has "
+            f"{num_embeds} embeddings per row; expected one for each slot. Pad the rows of `context_embeds` that have "
+            "fewer slots with zeros at their end."
         )
     is_broken = ~is_finite & (np.arange(num_embeds) < counts[:, None])  # (batch, max_slots)
     if is_broken.any():
@@ -204,8 +204,8 @@ def check_can_separate(config: PreTrainedConfig, in_one_row: bool = True) -> Non
         )
     if any(DynamicCache(config=config).is_sliding):
         raise ValueError(
-            f"`passage_attention` is 'separate', but layers of the backbone `{config.model_type}` have a sliding "
-            "window, in which the slots of all passages count. Load model and processor with "
+            f"`passage_attention` is 'separate', but layers of the base model (of type `{config.model_type}`) have a "
+            "sliding window, which would also count the slots of other passages. Load model and processor with "
             "`passage_attention='joint'`, or pass only one passage."
         )
 
@@ -234,15 +234,16 @@ def check_passage_ids(passage_ids, context_embeds: torch.Tensor, slot_mask: torc
     is_ids = isinstance(passage_ids, torch.Tensor) and passage_ids.dtype in (torch.int64, torch.int32)
     if not is_ids or tuple(passage_ids.shape) != expected:
         raise ValueError(
-            f"`context_passage_ids` is {_described(passage_ids)}; expected an int64 tensor of shape {expected}."
+            f"`context_passage_ids` is {_described(passage_ids)}; expected an int64 tensor of shape {expected}, "
+            "with the passage number of each slot."
         )
     if passage_ids.device.type != "cpu":
         return  # reading them would make the host wait for the device
     if bool(((slot_mask[:, 1:] & ~slot_mask[:, :-1]).sum(dim=1) + slot_mask[:, 0] > 1).any()):
         raise ValueError(
-            "`input_ids` has text between the slots of a row, but independent passages all start at the same position. "
-            "Put the slots of all passages directly after each other, before the question, or load model and processor "
-            "with `passage_attention='joint'`."
+            "`input_ids` has text between the slots of a row, but with `passage_attention='separate'` all passages "
+            "start at the same position. Put the slots of all passages directly after each other, before the question, "
+            "or load model and processor with `passage_attention='joint'`."
         )
     is_real = (
         torch.arange(expected[1], device=slot_mask.device) < slot_mask.sum(dim=1)[:, None]
@@ -253,8 +254,8 @@ def check_passage_ids(passage_ids, context_embeds: torch.Tensor, slot_mask: torc
         row, slot = is_wrong.nonzero()[0].tolist()
         raise ValueError(
             f"`context_passage_ids` of row {row} has the numbers {passage_ids[row, slot : slot + 2].tolist()} from "
-            f"slot {slot} on; expected numbers of at least 0 that never decrease, because the slots of a passage are "
-            "adjacent. Sort the slots by passage, and number the passages from 0."
+            f"slot {slot} on; expected numbers of at least 0 that never decrease from one slot to the next. Sort the "
+            "slots by passage, and number the passages from 0."
         )
 
 
@@ -399,8 +400,9 @@ def check_passage_prior(passage_prior, passage_ids: torch.Tensor | None, config:
     max_slots), and the attention kernel accepts it."""
     if (kernel := config._attn_implementation) not in MASK_KERNELS:
         raise ValueError(
-            f"`passage_prior` is set, but the attention kernel `{kernel}` does not accept a bias. Load the model with "
-            f"`attn_implementation` {' or '.join(map(repr, MASK_KERNELS))}, or leave out `passage_prior`."
+            f"`passage_prior` is set, but the attention kernel `{kernel}` cannot add it to the attention logits. Load "
+            f"the model with `attn_implementation` {' or '.join(map(repr, MASK_KERNELS))}, or leave out "
+            "`passage_prior`."
         )
     check_can_separate(config)
     if passage_ids is None:

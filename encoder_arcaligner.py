@@ -99,7 +99,8 @@ def _check_encoder_classes(folder: Path) -> None:
                 if name is not None and not str(name).startswith("sentence_transformers."):
                     raise ValueError(
                         f"{path} names the class {name!r}; expected a class of the package sentence_transformers, "
-                        "because ArcAligner never runs code of an encoder. Use an encoder without custom code."
+                        "because ArcAligner never runs code that comes with an encoder. Use an encoder without custom "
+                        "code."
                     )
 
 
@@ -599,7 +600,7 @@ def _entries_of_questions(convert: Callable, entries, name: str, is_single: bool
         ) from error
     if len(values) != num_questions:
         raise ValueError(f"{name} has the length {len(values)}; expected {num_questions}, an entry for each question.")
-    return [convert(row, f"{name} of row {number}") for number, row in enumerate(values)]
+    return [convert(row, f"{name} of question {number}") for number, row in enumerate(values)]
 
 
 def passages_of_questions(
@@ -629,7 +630,7 @@ def passages_of_questions(
     elif has_words:
         raise ValueError(
             "Got `context_embeds` without `context_word_ids`, which this aligner needs as well. Pass the token ids of "
-            "the text of each slot, a tensor of shape (num_slots, max_words) that is padded with -1."
+            "the text of each slot: a tensor with a row for each slot, in which shorter rows are padded with -1."
         )
     if context_passage_ids is not None:
         passage_ids = _entries_of_questions(
@@ -649,8 +650,8 @@ def single_passages(passages: list | PrecomputedSlots) -> dict[int, list | Preco
     numbers, sizes = (tensor.tolist() for tensor in ids.unique_consecutive(return_counts=True))
     if len(set(numbers)) < len(numbers):
         raise ValueError(
-            f"`context_passage_ids` has the numbers {numbers}, one after another, so the slots of a passage are not "
-            "adjacent. Sort the slots by passage."
+            f"`context_passage_ids` assigns the slots to passages in the order {numbers}; expected all slots of a "
+            "passage directly after each other. Sort the slots by passage."
         )
     # Words of a passage are as wide as its longest slot, so that its digest does not depend on other passages.
     passage_words = [None] * len(sizes) if words is None else list(words.split(sizes))
@@ -820,14 +821,16 @@ class SlotEncoder:
         tokens_per_slot: int | str | None = None,
         slot_limits: Sequence[int] | None = None,
         per_passage: bool = False,
+        limit_is_for: str | None = None,
         names: Sequence[str] | None = None,
         only_segments: bool = False,
     ) -> list[EncodedDocuments]:
         """Encode the passages of several questions to slots; all are documents, or all are precomputed slots.
 
         `slot_limits` is the maximum number of slots of each question or, with `per_passage`, of each of its passages.
-        More slots raise `ValueError` before anything is encoded; the message begins with the question's name in
-        `names`. With `only_segments` nothing is encoded, and embeddings are (num_slots, 0)."""
+        More slots raise `ValueError` before anything is encoded. The message begins with the question's name in
+        `names`; `limit_is_for` says whose limit this is, by default the prompt's. With `only_segments` nothing is
+        encoded, and embeddings are (num_slots, 0)."""
         tokens_per_slot = self.check_settings(max_slots, tokens_per_slot)
         if isinstance(passages[0], PrecomputedSlots):
             return [self._first_slots(row, number, max_slots) for number, row in enumerate(passages)]
@@ -843,9 +846,8 @@ class SlotEncoder:
         for number, row in enumerate(tokens):
             name = "The passages need" if len(passages) == 1 else f"The passages of question {number} need"
             name = name if names is None else names[number]
-            _check_num_slots(
-                name, row, tokens_per_slot, max_slots, None if slot_limits is None else slot_limits[number], per_passage
-            )
+            limit = None if slot_limits is None else slot_limits[number]
+            _check_num_slots(name, row, tokens_per_slot, max_slots, limit, per_passage, limit_is_for)
         # All questions together: the encoder sorts texts by length, so more of them means less padding.
         all_tokens = [segment for row in tokens for segment in row]
         no_embeds = torch.empty(sum(counts), 0, device="cpu")
@@ -895,14 +897,14 @@ class SlotEncoder:
         self._check_embeds(embeds, row)
         if words is not None and (words.dim() != 2 or len(words) != len(embeds)):
             raise ValueError(
-                f"`context_word_ids` of row {row} has shape {tuple(words.shape)}; expected ({len(embeds)}, max_words), "
-                "with the token ids of each slot."
+                f"`context_word_ids` of question {row} has shape {tuple(words.shape)}; expected ({len(embeds)}, "
+                "max_words): a row for each slot, with the token ids of its text, padded with -1."
             )
         if numbers is None:
             numbers = torch.zeros(len(embeds), dtype=torch.long, device=embeds.device)
         if numbers.shape != embeds.shape[:1]:
             raise ValueError(
-                f"`context_passage_ids` of row {row} has shape {tuple(numbers.shape)}; expected ({len(embeds)},), "
+                f"`context_passage_ids` of question {row} has shape {tuple(numbers.shape)}; expected ({len(embeds)},), "
                 "with the passage number of each slot."
             )
         words = None if words is None else words[:max_slots]
@@ -912,14 +914,15 @@ class SlotEncoder:
         """Raise `ValueError` unless `embeds` is (num_slots, encoder_hidden_size), finite, with at least one slot."""
         if embeds.dim() != 2 or embeds.shape[1] != self.encoder_hidden_size or embeds.shape[0] == 0:
             raise ValueError(
-                f"`context_embeds` of row {row} has shape {tuple(embeds.shape)}; expected (num_slots, "
+                f"`context_embeds` of question {row} has shape {tuple(embeds.shape)}; expected (num_slots, "
                 f"{self.encoder_hidden_size}) with at least one slot. Use the encoder {self.encoder.name_or_path}, "
                 f"whose embeddings have {self.encoder_hidden_size} dimensions."
             )
         if not torch.isfinite(embeds).all():
             raise ValueError(
-                f"`context_embeds` of row {row} has NaN or infinite values: {int((~torch.isfinite(embeds)).sum())} of "
-                f"{embeds.numel()}; expected finite ones. Check the encoder's output."
+                f"`context_embeds` of question {row} has NaN or infinite values: "
+                f"{int((~torch.isfinite(embeds)).sum())} of {embeds.numel()}; expected finite ones. Check the "
+                "encoder's output."
             )
 
 
@@ -930,6 +933,7 @@ def _check_num_slots(
     max_slots: int | None,
     limit: int | None,
     per_passage: bool,
+    limit_is_for: str | None,
 ) -> None:
     """Raise `ValueError` for passages with more slots than `limit`; the message begins with `name`. With `per_passage`,
     `limit` is that of each passage, else of all together."""
@@ -943,8 +947,10 @@ def _check_num_slots(
         longest = f" (the longest, passage {document}, needs {sizes[document]})" if len(sizes) > 1 else ""
         fitting = sum(size <= limit for size in (sizes.values() if per_passage else accumulate(sizes.values())))
         fits = f" Passages that fit: {'' if per_passage else 'the first '}{fitting} of {len(sizes)}."
+        space = limit_is_for or "besides the question the prompt has space for"
+        shorter_question = "" if limit_is_for else "a shorter question, "
         raise ValueError(
-            f"{name} {total} slot{'s' * (total != 1)}{longest}, but with the question the limit is "
-            f"{max(0, limit)}{' per passage' * per_passage}.{fits * (len(sizes) > 1)} Pass a shorter question, fewer "
-            "or shorter passages, or put more text into each slot (`tokens_per_slot`)."
+            f"{name} {total} slot{'s' * (total != 1)}{longest}, but {space} only {max(0, limit)}"
+            f"{' of each passage' * per_passage}.{fits * (len(sizes) > 1)} Pass {shorter_question}fewer or shorter "
+            "passages, or put more text into each slot (a larger `tokens_per_slot`)."
         )

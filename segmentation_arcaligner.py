@@ -112,7 +112,7 @@ def check_tokens_per_slot(tokens_per_slot: int | str) -> None:
     if not is_segment and not (is_number(tokens_per_slot, int) and tokens_per_slot >= 1):
         raise ValueError(
             f'`tokens_per_slot` is {tokens_per_slot!r}; expected a whole number of tokens, at least 1, or "segment" '
-            "for one slot per segment."
+            "for one slot per segment, by default a sentence."
         )
 
 

@@ -179,7 +179,7 @@ def read_numbered_lines(
             num_rows += 1
             yield number, row
     if broken and not num_rows:
-        raise ValueError(broken[0])
+        raise ValueError(f"{broken[0]} The file has no line with a JSON object; expected one on each line.")
     if (others := len(broken) - MAX_BROKEN_LISTED) > 0:
         logger.warning("%s: skipped %s.", path, counted(others, "more broken line"))
 

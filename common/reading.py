@@ -104,14 +104,14 @@ def decode(data: bytes, path: str | Path) -> str:
         try:
             from charset_normalizer import from_bytes
         except ImportError:
-            what = f"{path} is not text in UTF-8 (see its byte {error.start}, counted from 0)"
+            what = f"{path} is not text in UTF-8 (the first byte that does not fit is at offset {error.start})"
             raise ValueError(f"{what}. To read other encodings, run `pip install 'arcaligner[files]'`.") from error
         likely = [] if is_binary else from_bytes(data)
         best = likely.best() if likely else None
         if best is None:
             raise ValueError(
-                f"{path} is not text in UTF-8 or in any other known encoding (see its byte {error.start}, counted from "
-                "0). Save it as text in UTF-8, or leave it out."
+                f"{path} is not text in UTF-8 or in any other known encoding (the first byte that does not fit is at "
+                f"offset {error.start}). Save it as text in UTF-8, or leave it out."
             ) from error
         for name in PREFERRED:
             for match in likely:

@@ -77,8 +77,8 @@ def find_file(path: str, data_dir: str) -> str:
     if not os.path.exists(file):
         raise FileNotFoundError(
             f"There is no file {file}; paths are relative to the folder of the data, {data_dir or '.'!r}. Correct the "
-            "path or the folder: `data_dir` in a recipe, `--data-dir` on the command line. To make the files of the "
-            "recipes, run `python -m arcaligner.train.prepare_data`."
+            "path or the folder: `data_dir` in a recipe, `--data-dir` on the command line. To make the files that "
+            "the recipes use, run `python -m arcaligner.train.prepare_data`."
         )
     return file
 
@@ -95,7 +95,8 @@ def read_rows(path: str | Path) -> list[Row]:
         missing = [field for field in ROW_FIELDS if field not in row]
         if missing:
             raise ValueError(
-                f"{path}, line {number} lacks {', '.join(missing)}; expected the keys {', '.join(ROW_FIELDS)}."
+                f"{path}, line {number} lacks {', '.join(missing)}; expected the keys {', '.join(ROW_FIELDS)}. "
+                "Add the missing keys."
             )
         rows.append(row | normalized_row(row, number - 1, where=f"{path}, line {number}"))
     return rows

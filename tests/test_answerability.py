@@ -308,11 +308,11 @@ def another_head(tensors):
         (
             dict,
             {"answerability_layers": None},
-            "aligner weights that do not fit its settings.* .3 in all.* `answerability_layers`",
+            "has 3 aligner weights that a model with the settings .* does not have.* `answerability_layers`",
         ),
         (dict, {"answerability_layers": [0]}, "`answerability_head.weight` has shape"),
         (dict, {"answerability_layers": [2, 0]}, "`answerability_layers` is .*ascending order"),
-        (dict, {"answerability_layers": [0, 3]}, "`answerability_layers` is .* layers from 0 to 2"),
+        (dict, {"answerability_layers": [0, 3]}, "`answerability_layers` is .* layer numbers from 0 to 2"),
     ],
 )
 def test_mismatched_head_is_refused(saved, change, settings, message):

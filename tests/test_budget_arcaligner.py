@@ -132,5 +132,7 @@ def test_budget_is_refused_where_meaningless(monkeypatch):
     with pytest.raises(ValueError, match=r"`refinement_budget` is 0.1, but.* in training mode.*`model.eval\(\)`"):
         model.train()(**batch, refinement_budget=0.1)
     monkeypatch.setattr(model.config.text_config, "_attn_implementation_internal", "flash_attention_2")
-    with pytest.raises(ValueError, match="`flash_attention_2` cannot refine only some of the slots.*'eager' or 'sdpa'"):
+    with pytest.raises(
+        ValueError, match="`flash_attention_2` cannot apply a layer again to only some of the slots.*'eager' or 'sdpa'"
+    ):
         model.eval()(**batch, refinement_budget=0.1)

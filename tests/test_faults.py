@@ -120,7 +120,7 @@ def test_failed_move_keeps_old_files(tmp_path, fails_at, is_lasting, monkeypatch
         write(temporary, NEXT)
     if fails_at == MOVES:
         assert contents_of(folder) == NEXT
-    elif kept := re.search(r"Move the former files back from (.+)\.$", str(error.value)):
+    elif kept := re.search(r"Its former files are in (.+): move them back\.$", str(error.value)):
         assert is_lasting and fails_at
         assert FORMER.items() <= (contents_of(folder) | contents_of(Path(kept[1]))).items()
     else:

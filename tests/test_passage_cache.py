@@ -348,7 +348,10 @@ def save_again(path, fingerprint):
         (lambda path: (path.unlink(), path.mkdir()), "cannot be read.*Delete the file"),
         (lambda path: save_file(load_file(path), path), "format is None; expected 'arcaligner-passage-3'"),
         (lambda path: save_file(load_file(path), path, {"format": "x-0"}), "'x-0'; expected 'arcaligner-passage-3'"),
-        (lambda path: save_again(path, []), "prefix.safetensors cannot be read: its fingerprint is of type list"),
+        (
+            lambda path: save_again(path, []),
+            "prefix.safetensors cannot be read: `fingerprint` in its metadata is of type list",
+        ),
         (lambda path: save_again(path, {"passages": "abc"}), "prefix.safetensors was made with `base_model` None"),
     ],
 )
@@ -386,7 +389,9 @@ def test_overwritten_files_change_no_values(saved):
 def test_misfit_file_is_refused(saved):
     """A file of another backbone, or longer than its context, is refused."""
     for change in ({"num_hidden_layers": 2}, {"num_key_value_heads": 1}, {"head_dim": 16}):
-        with pytest.raises(ValueError, match="Load the file with the backbone that it was made for"):
+        with pytest.raises(ValueError, match="Load the file with the base model that it was made for"):
             load_keys_values(saved, FINGERPRINT, backbone_config(**change))
-    with pytest.raises(ValueError, match="has 8 positions, but the backbone `llama` supports at most 7"):
+    with pytest.raises(
+        ValueError, match="has 8 positions, but the base model \\(of type `llama`\\) supports at most 7"
+    ):
         load_keys_values(saved, FINGERPRINT, backbone_config(max_position_embeddings=7))

@@ -498,11 +498,13 @@ def test_unrankable_passages_are_refused(model, fitted, cache, ask, ask_independ
     for most in (1, 9):
         with pytest.raises(ValueError, match="no user message"):
             ask_independent([{"role": "assistant", "content": "Hi."}], documents=PASSAGES, max_passages=most)
-    with pytest.raises(ValueError, match="^Scoring passages needs .* has 'joint'. Use another aligner\\.$"):
+    with pytest.raises(
+        ValueError, match="^Scoring passages needs .* has 'joint'. Use an aligner that .* 'separate'\\.$"
+    ):
         score_passages(model.passage_cache(fitted), ["Who?"], [PASSAGES])
     with pytest.raises(ValueError, match="^`max_passages=1` needs .* has 'joint'. .*, or leave out `max_passages`"):
         ask(ROW, max_passages=1)
     embeds, numbers = torch.ones(3, fitted.encoder_hidden_size), torch.tensor([0, 1, 0])
     for use in (score_passages, type(cache).prepare):
-        with pytest.raises(ValueError, match="the slots of a passage are not adjacent"):
+        with pytest.raises(ValueError, match="passages in the order \\[0, 1, 0\\]; expected all"):
             use(cache, ["Who?"], context_embeds=[embeds], context_passage_ids=[numbers])

@@ -172,7 +172,7 @@ def test_alignments_differ(independent_processor, model, monkeypatch):
 )
 def test_backbones_that_cannot_move(backbone):
     ArcAlignerConfig(text_config=backbone, passage_attention="separate")
-    with pytest.raises(ValueError, match="`passage_alignment` is 'end', but the backbone"):
+    with pytest.raises(ValueError, match="`passage_alignment` is 'end', but the base model"):
         ArcAlignerConfig(text_config=backbone, passage_attention="separate", passage_alignment="end")
 
 
@@ -385,16 +385,20 @@ def test_context_limits_of_passages(independent_processor, store):
     words = "He is tall. " * 50  # a slot each
     inputs, *_ = assert_answers(store, ["Who?"], documents=[[words + str(number) for number in range(6)]])
     assert inputs["input_ids"].shape[1] > 300
-    with pytest.raises(ValueError, match="limit is 262 per passage"):
+    with pytest.raises(ValueError, match="space for only 262 of each passage"):
         chat_inputs(independent_processor, "Who?", [words * 6])
 
 
 def test_long_question_is_refused(store):
     """A question too long for the longest cached passage is refused, and nothing is computed."""
     store.prepare("Who?", PASSAGES)
-    with pytest.raises(ValueError, match="The prompt has .* positions, but the backbone `llama` supports at most 300"):
+    with pytest.raises(
+        ValueError, match="The prompt has .* positions, but the base model \\(of type `llama`\\) supports at most 300"
+    ):
         store.prepare("Who? " * 150, PASSAGES)
-    with pytest.raises(ValueError, match=r"^Passage 4 needs \d+ slots, but with the question the limit is \d+"):
+    with pytest.raises(
+        ValueError, match=r"^Passage 4 needs \d+ slots, but besides the question the prompt has space for only \d+"
+    ):
         store.prepare("Who?", [*PASSAGES, " ", "He is tall. " * 300])
     with pytest.raises(ValueError, match="^Passage 1 of question 1 needs 300 slots"):
         store.prepare(["Who?", "When?"], [PASSAGES, ["Short.", "He is tall. " * 300]])

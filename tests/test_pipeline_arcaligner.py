@@ -135,14 +135,18 @@ def test_missing_template_uses_plain_prompt(ask, model, processor):
     [
         ({"question": 3, "documents": DOCUMENTS}, {}, "`question` of type int"),
         ({"query": "Who?"}, {}, "`query` of type str"),
-        ({"messages": CHAT, "context": "It was Ada.", "id": 1}, {}, "no `documents`, but `context`, `id`"),
+        ({"messages": CHAT, "context": "It was Ada.", "id": 1}, {}, "no `documents`, but it has `context`, `id`"),
         ({"question": QUESTION}, {}, "no `documents`. Pass .* an empty list"),
-        ([ROWS[0], {"question": QUESTION, "documents": 5}], {"batch_size": 2}, r"`documents` of row \d is 5; expected"),
+        (
+            [ROWS[0], {"question": QUESTION, "documents": 5}],
+            {"batch_size": 2},
+            "`documents` of an input is 5; expected",
+        ),
         ([ROWS[0], 7], {"batch_size": 2}, "An input is of type int"),
         (
             {"question": "Who? " * 600, "documents": ["One."]},
             {},
-            "need 1 slot, but with the question the limit is 0. Pass a shorter",
+            "need 1 slot, but besides the question the prompt has space for only 0. Pass a shorter",
         ),
         (CHAT, {"documents": [DOCUMENTS]}, "Document 0 is of type list"),
         ([{"role": "system", "content": "x"}], {"documents": DOCUMENTS}, "no user message"),

@@ -134,7 +134,7 @@ def test_special_token_in_documents(processor, monkeypatch):
 def test_too_many_slots_fail_early(processor, monkeypatch):
     """More slots than the context of the backbone are refused before the encoder runs."""
     text = len(processor.tokenizer(PROMPT.format(slots="", question=QUESTION))["input_ids"])
-    message = rf"question 1 need 603 slots \(the longest, passage 1, needs 600\), but .* limit is {512 - text}"
+    message = rf"question 1 need 603 slots \(the longest, passage 1, needs 600\), but .* space for only {512 - text}"
     message += r"\. Passages that fit: the first 1 of 2\."
     with monkeypatch.context() as patch:
         patch.setattr(SlotEncoder, "encode_tokens", None)
@@ -237,7 +237,7 @@ def test_processor_loads_without_config(checkpoint_dir, processor, monkeypatch):
         ({"text": "a", "context_embeds": np.full((1, ENCODER_WIDTH), np.nan)}, "NaN or infinite"),
         ({"text": "a", "documents": ["One."], "context_embeds": np.zeros((1, ENCODER_WIDTH))}, "Got both `documents`"),
         ({"text": ["a"], "context_embeds": torch.tensor(0.0)}, "`context_embeds` is a single value of type Tensor"),
-        ({"text": "a", "documents": {"One."}}, r"`documents` of row 0 is {'One.'}; expected a list of strings"),
+        ({"text": "a", "documents": {"One."}}, r"`documents` of question 0 is {'One.'}; expected a list of strings"),
     ],
 )
 def test_bad_input_names_expectation(processor, call, message):
@@ -291,12 +291,12 @@ def test_file_reading_template_is_refused(processor):
     [
         (
             torch.tensor([[1.0, 2.0], [3.0, float("nan")]]),
-            "of row 0 has the dtype torch.float32; expected whole numbers",
+            "of question 0 has the dtype torch.float32; expected whole numbers",
         ),
-        ([[True], [False]], "of row 0 has the dtype torch.bool; expected whole numbers"),
-        ([[-2], [1]], "of row 0 contains -2; expected ids of at least 0"),
-        ([[1], [2, 3]], "of row 0 is of type list, which cannot be converted .*; expected numbers"),
-        ([[1]], "of row 0 has shape"),
+        ([[True], [False]], "of question 0 has the dtype torch.bool; expected whole numbers"),
+        ([[-2], [1]], "of question 0 contains -2; expected ids of at least 0"),
+        ([[1], [2, 3]], "of question 0 is of type list, which cannot be converted .*; expected numbers"),
+        ([[1]], "of question 0 has shape"),
         (None, "Got `context_embeds` without `context_word_ids`"),
     ],
 )

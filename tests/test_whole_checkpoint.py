@@ -137,7 +137,7 @@ FULL = {
     "a weight gone": (WEIGHTS, without("layers.1.mlp.up_proj.base_layer"), "lacks weights of .* `llama`, first .*up_p"),
     "a weight more": (WEIGHTS, fields(**{"foo.weight": torch.ones(2)}), "not belong to .* `llama`, first `foo.weight"),
     "base model with NaN": (WEIGHTS, with_value("input_layernorm", NAN), "has NaN or infinite values in .*1 of"),
-    "LoRA of a layer more": (WEIGHTS, with_surplus_lora, "has aligner weights that do not fit"),
+    "LoRA of a layer more": (WEIGHTS, with_surplus_lora, "aligner weights that a model with the settings"),
     "a base model denied": (CONFIG, fields(includes_base_model=False), "saved without a base model"),
 }
 

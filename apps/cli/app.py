@@ -81,7 +81,10 @@ def options(
         bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Answer questions from passages that are compressed into slots: vectors that replace text in the prompt."""
+    """Answer questions from passages that are compressed into slots: vectors that replace text in the prompt.
+
+    A language model, the base model, answers from the slots. The aligner is what was trained to make slots for it.
+    """
 
 
 # `answer` encodes all passages again for each question. More of them belong in a corpus, which stores their slots.
@@ -98,8 +101,8 @@ def read_document(path: Path) -> Document:
 
     if path.name.endswith((*JSON_LINES, ".parquet")):
         raise ValueError(
-            f"{path} is a file of rows; expected a text file. Build a corpus with `arcaligner corpus build {path} "
-            "--output CORPUS`, and ask with `arcaligner ask --corpus CORPUS`."
+            f"{path} contains rows of data (JSON Lines or Parquet); expected a text file. Build a corpus with "
+            f"`arcaligner corpus build {path} --output CORPUS`, and ask with `arcaligner ask --corpus CORPUS`."
         )
     document = Document(str(path), *read_file(path))
     if not document.text.strip():
@@ -214,7 +217,8 @@ def answer(
     show_slots: Annotated[
         bool,
         typer.Option(
-            "--show-slots", help="Show the text of each slot and, if gates are on, its passes through layers."
+            "--show-slots",
+            help="Show the text of each slot and, if gates are on, how often the slot passes through layers.",
         ),
     ] = False,
     max_new_tokens: MaxNewTokens = 256,
@@ -229,8 +233,8 @@ def answer(
     gate_mode: Annotated[
         Literal["off", "adaptive", "always"] | None,  # `GATE_MODES`, which would wait for transformers
         typer.Option(
-            help="Which slots pass through a layer more than once: none (off), those whose gate opens (adaptive), or "
-            "all (always). Default: the checkpoint's."
+            help="Which slots pass through a layer more than once: none (off), those that trained gates select "
+            "(adaptive), or all (always). Default: the checkpoint's."
         ),
     ] = None,
     engine: Annotated[
@@ -429,7 +433,10 @@ def serve_answers(
     ] = "pytorch",
     vllm_url: Annotated[str | None, typer.Option(help="Address of a running vLLM server. Default: start one.")] = None,
     vllm_options: Annotated[
-        str, typer.Option(help='Options for the vLLM server that is started, as one string: "--max-model-len 4096".')
+        str,
+        typer.Option(
+            help='Options for the vLLM server that is started, as one string, such as "--max-model-len 4096".'
+        ),
     ] = "",
     passages: Annotated[
         Path | None,
@@ -510,7 +517,7 @@ def train(
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(help="Pass `gpu` to use the settings for GPUs in the recipe's gpu.yaml, if it has this file."),
+        typer.Option(help="Pass `gpu` to use the recipe's settings for GPUs: those in its gpu.yaml, if there is one."),
     ] = None,
     dry_run: Annotated[
         bool,
@@ -623,7 +630,10 @@ def evaluate(
     folder: Annotated[Path | None, typer.Option("--output", help="Folder for answers and tables.")] = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="Folder with a file TASK.jsonl.gz for each task. Default: the recipe's, else the Hub."),
+        typer.Option(
+            help="Folder with a file TASK.jsonl.gz for each task. Default: the recipe's folder, else the data sets of "
+            "the Hub."
+        ),
     ] = None,
     num_questions: Annotated[int | None, typer.Option("-n", help="Maximum number of questions per task.")] = None,
     passages: Annotated[
@@ -686,7 +696,10 @@ def reproduce(
     folder: Annotated[Path | None, typer.Option("--output", help="Folder for answers and pages.")] = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="Folder with a file TASK.jsonl.gz for each task. Default: the recipe's, else the Hub."),
+        typer.Option(
+            help="Folder with a file TASK.jsonl.gz for each task. Default: the recipe's folder, else the data sets of "
+            "the Hub."
+        ),
     ] = None,
     floor: Annotated[
         bool,
@@ -791,7 +804,7 @@ def compare(
 @app.command("export-gguf")
 def export_gguf_adapter(
     folder: Annotated[Path, typer.Option("--output", help="Folder for the exported aligner.")],
-    checkpoint: Annotated[str, typer.Argument(help="Aligner checkpoint: a folder or a Hub id.")] = str(
+    checkpoint: Annotated[str, typer.Argument(help="Checkpoint of an aligner: a folder or a Hub id.")] = str(
         DEFAULT_CHECKPOINT
     ),
 ) -> None:
@@ -807,7 +820,7 @@ def export_gguf_adapter(
 @app.command()
 def push(
     repo_id: Annotated[str, typer.Option(help="Repository on the Hub, user/name; created if it does not exist.")],
-    checkpoint: Annotated[str, typer.Option(help="Aligner checkpoint: a folder.")] = str(DEFAULT_CHECKPOINT),
+    checkpoint: Annotated[str, typer.Option(help="Checkpoint of an aligner: a folder.")] = str(DEFAULT_CHECKPOINT),
     private: Annotated[bool, typer.Option("--private", help="Create a private repository.")] = False,
 ) -> None:
     """Upload a trained aligner to the Hub, in one commit."""

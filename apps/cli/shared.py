@@ -18,7 +18,9 @@ output = Console()
 messages = Console(stderr=True)
 
 
-Checkpoint = Annotated[str, typer.Option(help="Aligner checkpoint: a folder or a Hub id.")]
+Checkpoint = Annotated[
+    str, typer.Option(help="Checkpoint of an aligner, the trained part of ArcAligner: a folder or a Hub id.")
+]
 
 
 def parse_tokens_per_slot(value: str) -> int | str:

@@ -197,8 +197,9 @@ class Corpus:
             )
         if similarity < SAME_SIMILARITY:
             warnings.warn(
-                f"The corpus {self.path} was made with slightly different weights of the checkpoint's encoder, so "
-                "answers may be slightly worse. To avoid this, delete the folder and build the corpus again.",
+                f"The corpus {self.path} was made with an encoder whose weights differ slightly from those of the "
+                "checkpoint's encoder, so answers may be slightly worse. To avoid this, delete the folder and build "
+                "the corpus again.",
                 UserWarning,
                 stacklevel=2,
             )

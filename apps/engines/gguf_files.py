@@ -40,7 +40,7 @@ def architecture_of(config: PreTrainedConfig) -> str:
         with_window = f", with a sliding window of {window}" if window else ""
         raise ValueError(
             f"The base model is of type `{config.model_type}`{with_window}; with llama.cpp, expected one of "
-            f"{', '.join(ARCHITECTURES)}, without a sliding window. Use PyTorch instead of llama.cpp."
+            f"the types {', '.join(ARCHITECTURES)}, without a sliding window. Use PyTorch instead of llama.cpp."
         )
     return ARCHITECTURES[config.model_type]
 

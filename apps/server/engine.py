@@ -67,7 +67,8 @@ class PassageEncoder:
         if None not in cached and sum(len(encoded.context_embeds) for encoded in cached) <= max_slots:
             return
         encode = self.processor.slot_encoder.encode_batch
-        encode([documents], tokens_per_slot=tokens_per_slot, slot_limits=[max_slots], only_segments=True)
+        limit = {"slot_limits": [max_slots], "limit_is_for": "a request may have"}
+        encode([documents], tokens_per_slot=tokens_per_slot, **limit, only_segments=True)
 
     @staticmethod
     def _keys(documents: list[dict], tokens_per_slot: int | str | None) -> list[tuple]:

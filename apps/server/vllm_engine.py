@@ -498,9 +498,9 @@ class VllmEngine(Engine):
         )
         if not difference < MAX_DIFFERENCE:
             raise ValueError(
-                f"Log-probabilities of vLLM at {self.vllm.url} differ by {difference:.2f} from those computed here; "
-                f"expected less than {MAX_DIFFERENCE}. Start that vLLM with the checkpoint's base model, without "
-                "quantization."
+                f"Log-probabilities of vLLM at {self.vllm.url} differ by {difference:.2f} from those that PyTorch "
+                f"computes for the same prompt; expected less than {MAX_DIFFERENCE}. Start that vLLM with the "
+                "checkpoint's base model, without quantization."
             )
 
     @torch.inference_mode()

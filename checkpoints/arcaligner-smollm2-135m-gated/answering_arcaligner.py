@@ -223,17 +223,18 @@ class Answerer:
             self._check_answerability("`min_confidence`", "`min_confidence`")
             if not isinstance(no_answer := self.processor.no_answer, str):
                 raise ValueError(
-                    f"`no_answer` of the processor is {no_answer!r}; expected a string, which is the answer if "
-                    "answerability is below `min_confidence`. Set `no_answer` in processor_config.json, or leave out "
-                    "`min_confidence`."
+                    f"`no_answer` of the processor is {no_answer!r}; expected a string, which replaces the answer if "
+                    "the answerability is below `min_confidence`. Set `no_answer` in processor_config.json, or leave "
+                    "out `min_confidence`."
                 )
 
     def _check_answerability(self, subject: str, argument: str | None = None) -> None:
         if self.model.answerability_head is None:
             leave_out = f", or leave out {argument}" if argument else ""
             raise ValueError(
-                f"{subject} needs an answerability head, but this aligner has none (its `answerability_layers` is "
-                f"None). Fit one with `python -m arcaligner.train.confidence`{leave_out}."
+                f"{subject} needs an answerability head (the classifier that estimates how likely it is that the "
+                "passages contain an answer), but this aligner has none (its `answerability_layers` is None). Fit one "
+                f"with `python -m arcaligner.train.confidence`{leave_out}."
             )
 
     def check_can_score(self, subject: str, argument: str | None = None) -> None:
@@ -244,7 +245,7 @@ class Answerer:
             leave_out = f", or leave out {argument}" if argument else ""
             raise ValueError(
                 f"{subject} needs an aligner with `passage_attention` 'separate', but this aligner has "
-                f"{self.processor.passage_attention!r}. Use another aligner{leave_out}."
+                f"{self.processor.passage_attention!r}. Use an aligner that was trained with 'separate'{leave_out}."
             )
 
     # Passages

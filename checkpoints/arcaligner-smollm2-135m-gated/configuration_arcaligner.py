@@ -72,13 +72,13 @@ def check_gates(
     if steps is not None and not (is_number(steps, Integral) and steps >= 0):
         raise ValueError(
             f"`max_refinement_steps` is {steps!r}; expected a whole number of at least 0, the maximum number of extra "
-            "passes through a layer."
+            "passes of a slot through a layer."
         )
     if refinement_budget is not None and not (is_number(refinement_budget, Real) and refinement_budget >= 0):
         raise ValueError(
-            f"`refinement_budget` is {refinement_budget!r}; expected a number of at least 0: the operations that "
-            "refinement may add, as a share of those of the prefill. 0.1 means 10 % more operations, 0 no refinement, "
-            "and `math.inf` no limit."
+            f"`refinement_budget` is {refinement_budget!r}; expected a number of at least 0: how many operations extra "
+            "passes of slots through layers may add, as a share of the operations of the prefill. 0.1 means 10 % more "
+            "operations, 0 means no extra passes, and `math.inf` means no limit."
         )
 
 
@@ -96,8 +96,9 @@ def check_answerability_layers(layers: list[int] | None, num_layers: int) -> Non
     """Raise `ValueError` unless `layers` are layers of a backbone with `num_layers`, in order; `None` is valid."""
     if layers is not None and not are_layers(layers, num_layers):
         raise ValueError(
-            f"`answerability_layers` is {layers!r}; expected a list of layers from 0 to {num_layers - 1}, in ascending "
-            "order and without repetition, or None for no answerability head."
+            f"`answerability_layers` is {layers!r}; expected a list of layer numbers from 0 to {num_layers - 1}, in "
+            "ascending order and without repetition, or None for an aligner without an answerability head (the "
+            "classifier that estimates how likely it is that the passages contain an answer)."
         )
 
 
@@ -126,9 +127,10 @@ def check_alignment(passage_alignment: str, text_config: PreTrainedConfig) -> No
     if text_config.model_type in ROTATED_BACKBONES and kind not in LENGTH_DEPENDENT_ROPES and not is_partial:
         return
     raise ValueError(
-        f"`passage_alignment` is 'end', but the backbone is of type {text_config.model_type!r} with the RoPE "
-        f"parameters {rope}; expected one of {', '.join(ROTATED_BACKBONES)}, with a RoPE that rotates whole heads and "
-        "does not depend on the length of the prompt. Use `passage_alignment='start'`, or another base model."
+        f"`passage_alignment` is 'end', but the base model is of type {text_config.model_type!r} with the RoPE "
+        f"parameters {rope}; expected one of the types {', '.join(ROTATED_BACKBONES)}, with a RoPE that rotates all "
+        "dimensions of a head and does not depend on the length of the prompt. Use `passage_alignment='start'`, or "
+        "another base model."
     )
 
 
@@ -136,9 +138,9 @@ def check_multihop_head(is_used: bool, answerability_layers: list[int] | None) -
     """Raise `ValueError` for an aligner with a multi-hop head, but without an answerability head."""
     if is_used and answerability_layers is None:
         raise ValueError(
-            "`use_multihop_head` is true, but `answerability_layers` is None: the multi-hop head needs an "
-            "answerability head. Fit one with `python -m arcaligner.train.confidence`, or set `use_multihop_head` to "
-            "false."
+            "`use_multihop_head` is true, but `answerability_layers` is None: the multi-hop head, which recognizes "
+            "questions that need two passages, needs an answerability head, which scores passages. Fit an "
+            "answerability head with `python -m arcaligner.train.confidence`, or set `use_multihop_head` to false."
         )
 
 
@@ -305,8 +307,9 @@ class ArcAlignerConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         if "vocab_size" not in self.text_config.to_dict():
             raise ValueError(
-                f"Backbone `{self.text_config.model_type}` is not supported: its configuration has no `vocab_size`, so "
-                "it is not a causal language model. Use a decoder-only model, or the text model of a multimodal one."
+                f"Base models of type `{self.text_config.model_type}` are not supported: their configuration has no "
+                "`vocab_size`, so they are not causal language models. Use a decoder-only model, or the text model of "
+                "a multimodal one."
             )
         if self.context_token_id is None:  # beyond the vocabulary, so that no text has this id
             self.context_token_id = self.text_config.vocab_size
@@ -318,16 +321,17 @@ class ArcAlignerConfig(PreTrainedConfig):
             )
         if self.word_parts < 0:
             raise ValueError(
-                f"`word_parts` is {self.word_parts}; expected the number of parts of a slot, at least 1, or 0 to use "
-                "no token embeddings."
+                f"`word_parts` is {self.word_parts}; expected a whole number of at least 0. The tokens of a slot are "
+                "divided into this many parts, whose mean embeddings are added to the slot; with 0, none are added."
             )
         num_layers = self.text_config.num_hidden_layers
         if isinstance(self.gate_layers, str):
             if self.gate_layers != "all":
-                raise ValueError(f'`gate_layers` is {self.gate_layers!r}; expected "all" or a list of layer indices.')
+                raise ValueError(f'`gate_layers` is {self.gate_layers!r}; expected "all" or a list of layer numbers.')
         elif any(not 0 <= layer < num_layers for layer in self.gate_layers):
             raise ValueError(
-                f"`gate_layers` is {self.gate_layers}; expected layers of the backbone, from 0 to {num_layers - 1}."
+                f"`gate_layers` is {self.gate_layers}; expected layers of the base model, numbered from 0 to "
+                f"{num_layers - 1}."
             )
         check_gates(self.gate_mode, self.gate_threshold, self.max_refinement_steps)
         check_alignment(self.passage_alignment, self.text_config)
@@ -395,8 +399,8 @@ class ArcAlignerConfig(PreTrainedConfig):
             config_dict.items()
         except (AttributeError, TypeError) as error:  # the file contains other JSON
             raise ValueError(
-                f"The config.json of {pretrained_model_name_or_path} does not contain a configuration, which is a JSON "
-                "object. Download the checkpoint again."
+                f"The config.json of {pretrained_model_name_or_path} does not contain a JSON object, so it is not a "
+                "configuration. Download the checkpoint again."
             ) from error
         model_type = config_dict.get("model_type")
         settings = (("passage_attention", PASSAGE_ATTENTIONS), ("passage_alignment", PASSAGE_ALIGNMENTS))
@@ -437,8 +441,9 @@ def check_length(length: int, subject: str, config: PreTrainedConfig, position_i
         length = int(position_ids.max()) + 1
     if longest is not None and length > longest:
         raise ValueError(
-            f"{subject} has {length} positions, but the backbone `{config.model_type}` supports at most {longest}. "
-            "Pass fewer or shorter passages, put more text into each slot (`tokens_per_slot`), or shorten the question."
+            f"{subject} has {length} positions, but the base model (of type `{config.model_type}`) supports at most "
+            f"{longest}. Pass fewer or shorter passages, put more text into each slot (a larger `tokens_per_slot`), or "
+            "shorten the question."
         )
 
 

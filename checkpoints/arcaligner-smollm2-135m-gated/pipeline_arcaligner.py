@@ -103,8 +103,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         if next(iter(device_map.values())) == "disk":
             raise ValueError(
                 "The first layers of the model are offloaded to disk (see `model.hf_device_map`), so a pipeline cannot "
-                "move its inputs to their device. Raise `max_memory` to keep these layers in memory, or call "
-                "`model.generate` with the outputs of the processor."
+                "move its inputs to their device. Load the model with a larger `max_memory` to keep these layers in "
+                "memory, or call `model.generate` with the outputs of the processor."
             )
         self._repeats = _repeats_prompts_of_call(kwargs)  # in every call
         super().__init__(model=model, processor=processor, tokenizer=tokenizer or processor.tokenizer, **kwargs)
@@ -212,7 +212,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         prompt, documents, is_question = _parse_input(prompt_text, documents)
         chat = Chat([{"role": "user", "content": prompt}]) if is_question else prompt
         answerer = self.answerer
-        passages, spans = answerer.cut([] if documents is None else documents_of(documents, "`documents` of row 0"))
+        passages, spans = answerer.cut([] if documents is None else documents_of(documents, "`documents` of an input"))
         scores, texts, scored, prior, numbers = None, {}, None, None, ()
         if isinstance(prompt, str) and not is_question:
             encoded = super().preprocess(prompt, **kwargs)
@@ -412,8 +412,8 @@ def _parse_input(value: Any, documents: list | None) -> tuple[str | Chat, list |
         others = ", ".join(f"`{key}`" for key in value if key not in ("question", "messages", "documents"))
         if documents is None and ("question" in value or (others and "messages" in value)):
             raise ValueError(  # passages under another name would be ignored
-                f"An input has no `documents`{others and f', but {others}'}. Pass the passages as `documents`, a list "
-                'of strings or of {"title": str, "text": str}, or pass an empty list to ask without passages.'
+                f"An input has no `documents`{others and f', but it has {others}'}. Pass the passages as `documents`, "
+                'a list of strings or of {"title": str, "text": str}, or pass an empty list to ask without passages.'
             )
     if isinstance(value, dict) and "messages" in value:
         if not isinstance(value["messages"], list | tuple):

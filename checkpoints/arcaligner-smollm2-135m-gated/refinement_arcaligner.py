@@ -428,14 +428,14 @@ def _budget_of(
         return None
     if training:
         raise ValueError(
-            f"`refinement_budget` is {share}, but the model is in training mode, which needs all refinement steps of "
+            f"`refinement_budget` is {share}, but the model is in training mode, which computes all extra passes of "
             "all slots. Call `model.eval()`, or leave out `refinement_budget`."
         )
     if (kernel := config.text_config._attn_implementation) not in MASK_KERNELS:
         raise ValueError(
-            f"`refinement_budget` is {share}, but the attention kernel `{kernel}` cannot refine only some of the "
-            f"slots. Load the model with `attn_implementation` {' or '.join(map(repr, MASK_KERNELS))}, or leave out "
-            "`refinement_budget`."
+            f"`refinement_budget` is {share}, but the attention kernel `{kernel}` cannot apply a layer again to only "
+            f"some of the slots. Load the model with `attn_implementation` {' or '.join(map(repr, MASK_KERNELS))}, or "
+            "leave out `refinement_budget`."
         )
     return RefinementBudget(share, costs, layout, computes_gates=gate_settings.gate_mode != "always")
 

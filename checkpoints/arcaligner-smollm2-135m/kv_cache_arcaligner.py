@@ -243,7 +243,7 @@ class PassageCache:
         dtype: str | None = None,
     ):
         if dtype not in (None, "int8"):
-            raise ValueError(f'`dtype` is {dtype!r}; expected "int8", or None for the dtype of the backbone.')
+            raise ValueError(f'`dtype` is {dtype!r}; expected "int8", or None for the dtype of the base model.')
         if max_bytes < 0:
             raise ValueError(
                 f"`max_bytes` is {max_bytes}; expected a number of bytes, or 0 to cache nothing in memory."
@@ -448,7 +448,8 @@ class PassageCache:
         """As `prefix_files`, for the result of `make_batch`."""
         if self.folder is None:
             raise ValueError(
-                "This cache has no folder for files that other engines read. Create the cache with `folder=`."
+                "This `PassageCache` has no folder, so it cannot write files for other engines, such as vLLM. Create "
+                "it with `folder=PATH`."
             )
         questions, turn, (settings, max_slots) = batch.questions, batch.turn, self._settings_of_entries(batch)
         self.weights(questions[0].specs[1].passages)
@@ -1210,7 +1211,7 @@ def save_keys_values(
         raise
 
 
-_REPLACED = "Delete the file, or let a `PassageCache` that is not read-only replace it."
+_REPLACED = "Delete the file, or use a `PassageCache` without `read_only=True`, which replaces it."
 
 
 def load_keys_values(
@@ -1239,7 +1240,9 @@ def load_keys_values(
         if metadata.get("payload") != tensors_digest(tensors):
             raise ValueError("its keys and values were changed after they were saved")
         if not isinstance(stored := json.loads(metadata.get("fingerprint", "")), dict):
-            raise ValueError(f"its fingerprint is of type {type(stored).__name__}; expected a JSON object")
+            raise ValueError(
+                f"`fingerprint` in its metadata is of type {type(stored).__name__}; expected a JSON object"
+            )
     except (SafetensorError, ValueError, OSError) as error:
         raise ValueError(f"{path} cannot be read: {error}. {_REPLACED}") from error
     for name in [*fingerprint, *stored]:
@@ -1254,8 +1257,8 @@ def load_keys_values(
         num_layers, _, num_heads, _, head_dim = entry_shape(config, 0)
         raise ValueError(
             f"{path} has tensors of the shapes {shapes}; expected only `{_NAME}`, of shape ({num_layers}, 2, "
-            f"{num_heads}, num_slots, {head_dim}) for the backbone `{config.model_type}`. Load the file with the "
-            "backbone that it was made for."
+            f"{num_heads}, num_slots, {head_dim}) for this base model (of type `{config.model_type}`). Load the file "
+            "with the base model that it was made for."
         )
     check_length(shape[3], f"The cached passage {path}", config)
     return tensors[_NAME].to(device)

@@ -129,7 +129,7 @@ class ArcAlignerProcessor(ProcessorMixin):
         for name, value in (names | sizes).items():
             if not isinstance(value, str if name in names else int | None):
                 raise ValueError(
-                    f"`{name}` is {value!r}; expected {'a string' if name in names else 'a whole number'}."
+                    f"`{name}` is {value!r}; expected {'a string' if name in names else 'a whole number or None'}."
                 )
         for name, value in {"max_passage_tokens": max_passage_tokens, "passage_tokens": passage_tokens}.items():
             check_num_tokens(name, value)
@@ -461,7 +461,7 @@ class ArcAlignerProcessor(ProcessorMixin):
                     raise ValueError(
                         f"`max_length` is {max_length}, which would cut slots off: row {row} has its last slot at "
                         f"position {last_slot + 1}. Raise `max_length`, pass fewer documents, or put more text into "
-                        "each slot (`tokens_per_slot`)."
+                        "each slot (a larger `tokens_per_slot`)."
                     )
             ids = [row_ids[:max_length] for row_ids in ids]
         features = self.tokenizer.pad(
@@ -556,7 +556,7 @@ class ArcAlignerProcessor(ProcessorMixin):
             if any(message["content"] is None for chat in chats for message in chat):
                 raise ValueError(
                     "A message has `tool_calls`, and its `content` is None, but the chat template of this model cannot "
-                    f"render that ({error}). Leave the message out, or set its `content` to a string."
+                    f"render such a message ({error}). Leave the message out, or set its `content` to a string."
                 ) from error
             raise ValueError(
                 f"The chat template cannot be used ({error}). Correct chat_template.jinja, or use another template."

@@ -133,7 +133,8 @@ def test_invalid_sizes_are_refused(checkpoint_dir, processor, monkeypatch):
     models = load_models(str(checkpoint_dir), torch.float32, "cpu")
     monkeypatch.setattr(models[1].config, "max_position_embeddings", 64)
     with pytest.raises(
-        ValueError, match="The text of 3 passages has .* positions, but the backbone `llama` supports at most 64"
+        ValueError,
+        match="The text of 3 passages has .* positions, but the base model \\(of type `llama`\\) supports at most 64",
     ):
         measure_size(models, processor, question_rows(6), 3, "segment", seconds=0.0)
 

@@ -165,7 +165,7 @@ def _read_header(path: Path, modified: int, size: int) -> Header:
         of_passage = {name: fingerprint[name] for name in ("prompt", "passages", "has_slots")}
         shared = {name: value for name, value in fingerprint.items() if name not in of_passage}
         if json_digest([json_digest(shared), of_passage]) != path.stem:
-            raise ValueError("its name is not the digest of its fingerprint; it may have been renamed")
+            raise ValueError("its name does not match the `fingerprint` in its metadata; it may have been renamed")
         return Header(shape, is_int8, fingerprint, base_model, metadata["payload"])
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         raise _unusable(path, error) from error
@@ -229,9 +229,9 @@ def check_slots(slots: Any) -> list[Header]:
         )
     if first.fingerprint.get("passage_attention") != "separate" and len(slots) > 2:
         raise ValueError(
-            f"`slots` names {len(slots) - 1} files of passages; expected one, because this aligner's passages are "
-            "joint and all passages of a question are saved in one file. Pass two files: that of the text before "
-            "the passages, and that of the passages."
+            f"`slots` names {len(slots) - 1} files of passages; expected one, because this aligner's passages attend "
+            "to each other, so all passages of a question are saved in one file. Pass two files: that of the text "
+            "before the passages, and that of the passages."
         )
     return headers
 
@@ -320,7 +320,7 @@ def _read_values(key: str, header: Header) -> torch.Tensor | ValueError:
         digest = hashlib.sha256(f"{NAME} {values.dtype} {tuple(values.shape)}".encode())
         digest.update(values.contiguous().flatten().view(torch.uint8).numpy())
         if digest.hexdigest() != header.payload:
-            raise ValueError("its keys and values do not match their digest")
+            raise ValueError("its keys and values do not match the digest in its metadata")
     except (SafetensorError, OSError, ValueError, KeyError) as error:
         return _unusable(path, error)
     return values
@@ -490,17 +490,17 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
         if num_slots >= len(ids):
             raise ValueError(
                 f"The prompt has {len(ids)} ids; expected more than {num_slots}, the number of its slots and of the "
-                "tokens before them. Append the text of the question."
+                "tokens before them. Append the token ids of the question."
             )
         if json_digest(ids[:num_before]) != headers[0].fingerprint["prompt"]:
             raise ValueError(
-                "The prompt does not begin with the text with which its passages were precomputed. Make the prompt "
-                "with the chat template of the aligner's processor."
+                "The prompt does not begin with the text that preceded its passages when they were precomputed. Make "
+                "the prompt with the chat template of the aligner's processor."
             )
         if request.cache_salt != salt_of(slots):
             raise ValueError(
-                "`cache_salt` does not match `slots`, so vLLM could use the prefix of another request. Pass "
-                "`salt_of(slots)` as `cache_salt`."
+                "`cache_salt` does not match `slots`, so vLLM could use the cached prefix of another request. Pass "
+                "`arcaligner_slots.salt_of(slots)` as `cache_salt`."
             )
         for (key, _), header in zip(slots, headers, strict=True):
             shape = (header.shape[0], header.shape[1], header.shape[2], header.head_dim)
@@ -520,7 +520,7 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
         if len(slots) > 2 and self._config.model_type not in ROTATED:
             raise ValueError(
                 f"The base model is of type {self._config.model_type!r}; with several independent passages, expected "
-                f"one of {', '.join(ROTATED)}. Pass one passage, or use such a base model."
+                f"one of the types {', '.join(ROTATED)}. Pass one passage, or use a base model of such a type."
             )
         return headers
 

@@ -179,12 +179,13 @@ def test_user_errors_print_one_line(answer, base_model_dir, document, tmp_path, 
         (
             paths["binary"],
             {},
-            "binary.txt is not text in UTF-8 or in any other known encoding (see its byte 0, counted from 0)",
+            "binary.txt is not text in UTF-8 or in any other known encoding (the first byte that does not fit is at "
+            "offset 0)",
         ),
         (paths["empty"], {}, "empty.txt contains no text"),
         (paths["long"], {}, "long.txt makes 5 passages; expected at most 4"),
         (paths["one_word"], {}, "one_word.txt makes 5 passages"),  # text without spaces is cut as well
-        (Path("tests/data/case_studies.jsonl").absolute(), {}, "case_studies.jsonl is a file of rows"),
+        (Path("tests/data/case_studies.jsonl").absolute(), {}, "case_studies.jsonl contains rows of data"),
         (document, {"question": " "}, "The question is empty"),
         (document, {"checkpoint": tmp_path / "none"}, f"There is no folder {tmp_path / 'none'}"),
         (document, {"checkpoint": "tests/none"}, "There is no folder tests/none"),
@@ -214,7 +215,7 @@ def cut_in_half(path) -> None:
     ("name", "damage", "message"),
     [
         ("model.safetensors", cut_in_half, "model.safetensors cannot be read"),
-        ("config.json", lambda path: path.write_text("[]"), "does not contain a configuration"),
+        ("config.json", lambda path: path.write_text("[]"), "does not contain a JSON object, so it is not a"),
         ("config.json", lambda path: edit_json(path, lora_r="x"), "Field 'lora_r' expected int, got str"),
         ("config.json", lambda path: edit_json(path, text_config=5), "The config.json of "),
         ("config.json", lambda path: edit_json(path, base_model_name_or_path="a/b"), "`hf download a/b --local-dir"),

@@ -60,9 +60,13 @@ def test_environment_variable_locates_models(models, checkpoint_dir, base_model_
             ConnectionError("no route"),
             r"base model `org/base` is not on this machine, and the Hub did not return it \(ConnectionError\)\.\n"
             "If you mean a folder, check the path, which is relative to .*"
-            "`hf download org/base --local-dir FOLDER/org/base` .*, copy FOLDER here and set ARCALIGNER_MODELS=FOLDER",
+            "`hf download org/base --local-dir FOLDER/org/base` .*, copy FOLDER here and set the environment variable "
+            "ARCALIGNER_MODELS=FOLDER",
         ),
-        (PermissionError(13, "Denied", "/cache"), "cannot be written to the cache of the Hub .*/cache.*\n.*HF_HOME"),
+        (
+            PermissionError(13, "Denied", "/cache"),
+            "cannot be written to the cache of the Hugging Face Hub .*/cache.*\n.*HF_HOME",
+        ),
     ],
 )
 def test_missing_model_names_remedy(models, monkeypatch, error, message):

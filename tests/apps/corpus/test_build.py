@@ -314,7 +314,8 @@ def test_unreadable_sources_are_listed(tmp_path, processor):
         ".git/hidden.txt": (b"Hidden.",),
         "binary.txt": (
             b"\0\1\2 \xff",
-            "binary.txt is not text in UTF-8 or in any other known encoding (see its byte 0, counted from 0)",
+            "binary.txt is not text in UTF-8 or in any other known encoding (the first byte that does not fit is at "
+            "offset 0)",
         ),
         "blank.md": (b" \n", "blank.md contains no text"),
         "broken.jsonl.gz": (b"no gzip", "broken.jsonl.gz cannot be read"),
@@ -396,7 +397,7 @@ def test_further_trained_encoder_warns(corpus, processor, monkeypatch):
 
     monkeypatch.setattr(processor.encoder, "encode_spans", moved)
     with pytest.warns(
-        UserWarning, match="slightly different weights of the checkpoint's encoder.* build the corpus again"
+        UserWarning, match="weights differ slightly from those of the checkpoint's encoder.* build the corpus again"
     ):
         corpus.check(processor)
 

@@ -122,7 +122,9 @@ def test_engine_equals_pytorch(kind, bonus, make_engine, checkpoints):
         # A piece has no incomplete characters.
         assert "".join(pieces) == processor.decode(answer, skip_special_tokens=True).rstrip("\ufffd")
         assert len(pieces) > 1
-    with pytest.raises(ValueError, match="257 positions; expected at most 256, the `context_length`"):
+    with pytest.raises(
+        ValueError, match="257 positions; expected at most 256, the `context_length` of `LlamaCppEngine`"
+    ):
         engine.prefill(QUESTION, DOCUMENTS, max_new_tokens=257 - length)
 
 
@@ -213,11 +215,11 @@ def test_what_misfits_is_refused(
     with pytest.raises(ValueError, match="has `lora_positions` 'all'"):
         gguf_files.export_gguf(str(tmp_path / "all"), tmp_path / "none")
     gguf_files.write_adapter(tiny_aligner(dtype=torch.float32), tmp_path / "adapter.gguf")
-    with pytest.raises(ValueError, match="could not apply the adapter .*incorrect shape"):
+    with pytest.raises(ValueError, match="could not apply the LoRA in .*incorrect shape.* Pass a GGUF file"):
         llama_cpp.Session(base_model, tmp_path / "adapter.gguf", 64)
     engine = make_engine()
     for documents, settings, message in (
-        (DOCUMENTS * 20, {}, "[0-9]+ positions; expected at most 256, the `context_length`"),
+        (DOCUMENTS * 20, {}, "[0-9]+ positions; expected at most 256, the `context_length` of `LlamaCppEngine`"),
         ([{"title": "Ada"}], {}, r"\['title'\] and a `text` of type NoneType; expected"),
         (DOCUMENTS, {"refinement_budget": 0.1}, "Unknown key `refinement_budget` in the settings of an answer"),
     ):

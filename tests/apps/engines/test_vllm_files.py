@@ -179,7 +179,7 @@ def lose(path):
         ),
         (
             lambda path: shutil.copy(next(p for p in path.parent.iterdir() if p != path), path),
-            "name is not the digest of its fingerprint",
+            "name does not match the `fingerprint`",
         ),
     ],
 )
@@ -202,7 +202,7 @@ def test_damaged_values_are_refused(max_bytes, files):
     assert isinstance(passages.read([key])[key], torch.Tensor)
     damage(files.paths[1])
     slots.check_slots([[files.paths[0].stem, files.num_slots[0]], [key, 1]])  # the header is whole
-    assert "do not match their digest" in str(passages.read([key])[key])
+    assert "do not match the digest" in str(passages.read([key])[key])
     lose(files.paths[1])
     assert "does not exist" in str(passages.read([key])[key])
 

@@ -285,7 +285,7 @@ def test_documents_of_libraries(client):
         ({"tokens_per_slot": "word"}, "`tokens_per_slot` is 'word'; expected a whole number"),
         ({"seed": 2**63}, "seed: "),
         ({"copy_bonus": -1}, "`copy_bonus` is -1.0; expected a finite number of at least 0"),
-        ({"messages": [{"role": "user", "content": "Too long " * 600}]}, "positions, but the backbone"),
+        ({"messages": [{"role": "user", "content": "Too long " * 600}]}, "positions, but the base model"),
     ],
 )
 def test_bad_request_names_reason(url, change, message):

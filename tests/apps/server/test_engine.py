@@ -122,7 +122,7 @@ def test_long_prompts_in_a_batch(engine_of, ask):
     engine = engine_of(batch_seconds=30.0, max_batch=3)
     failing = engine.submit(request_of(None, LONG))
     long, short = answers(engine, long, request_of(None, max_new_tokens=64))
-    assert "positions, but the backbone" in str(failing.exception())
+    assert "positions, but the base model" in str(failing.exception())
     assert short.batch_size == 2 and short.text == alone.text
     assert long.prompt_tokens + long.completion_tokens <= 512 < long.prompt_tokens + alone.completion_tokens
 
@@ -289,14 +289,14 @@ def test_scored_slots_are_limited(engine_of, independent, processor, monkeypatch
     documents = ["Ada wrote it.", "Bob did not.", "Carol read it."]  # three slots
     engine = engine_of(None, independent, limits=Limits(max_slots=1, max_scored_slots=3))
     assert sum(source["used"] for source in answer(engine, documents, max_passages=1).sources) == 1
-    for most, message in ((2, "2 slots; expected at most 1. Pass fewer"), (3, "the limit is 1")):
+    for most, message in ((2, "2 slots; expected at most 1. Pass fewer"), (3, "but a request may have only 1.")):
         error = engine.submit(request_of(documents, max_passages=most)).exception()
         assert isinstance(error, ValueError) and message in str(error)
     engine = engine_of(limits=Limits(max_slots=40))
     monkeypatch.setattr(processor, "tokens_per_slot", 1)
     monkeypatch.setattr(SlotEncoder, "encode_tokens", None)
     error = engine.submit(request_of(["one sentence " * 30])).exception()
-    assert isinstance(error, ValueError) and "slots, but with the question the limit is 40" in str(error)
+    assert isinstance(error, ValueError) and "slots, but a request may have only 40" in str(error)
 
 
 @pytest.mark.parametrize("most, is_multihop, expected", [(None, True, 2), (None, False, 1), (3, True, 3)])
@@ -339,12 +339,12 @@ def test_passages_are_encoded_once(processor, tokens_per_slot, monkeypatch):
     for documents in ([ada, loom, other], [ada], [{"title": "", "text": "New. Newer."}] * 9):
         max_slots = len(processor.encode_documents(documents, tokens_per_slot=tokens_per_slot).context_embeds) - 1
         texts.clear()
-        with pytest.raises(ValueError, match=f"the limit is {max_slots}"):
+        with pytest.raises(ValueError, match=f"a request may have only {max_slots}"):
             encode.check_num_slots(documents, tokens_per_slot, max_slots)
         encode.check_num_slots(documents, tokens_per_slot, max_slots + 1)
         assert not texts
     encoded, whole = encode([loom, ada], tokens_per_slot, [7, 9]), encode([loom, ada], tokens_per_slot)
-    with pytest.raises(ValueError, match="the limit is"):  # the limit holds for encoded passages, too
+    with pytest.raises(ValueError, match="a request may have only"):  # the limit holds for encoded passages, too
         encode.check_num_slots([loom, ada], tokens_per_slot, len(whole.context_embeds) - 1)
     monkeypatch.delattr(SlotEncoder, "encode_batch")  # encoded passages do not need it
     encode.check_num_slots([loom, ada], tokens_per_slot, len(whole.context_embeds))
