@@ -144,7 +144,10 @@ def test_one_question_an_answer():
         ("made_p1_2", "When?", ["1815"]),
     ]
     assert all(row["passages"] == [PASSAGE] for row in made)
-    assert left_out == {"an answer that another question has": 1, "an answer that is not in the paragraph": 1}
+    assert left_out == {
+        "an answer that another question about the paragraph has": 1,
+        "an answer that is not in the paragraph": 1,
+    }
 
 
 def test_round_trip():
