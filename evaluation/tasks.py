@@ -68,8 +68,8 @@ class Task:
             if (path := data / f"{self.name}{suffix}").is_file():
                 return path
         raise FileNotFoundError(
-            f"There is no {self.name}.jsonl.gz in {data}. Put it there, pass another folder with `--data`, or leave "
-            f"out `--data` to load {self.hub_id} from the Hub."
+            f"There is no {self.name}.jsonl.gz in {data}. Put this file there, pass another folder with `--data`, or "
+            f"leave out `--data` to load {self.hub_id} from the Hub."
         )
 
     def _from_hub(self) -> list[Row]:

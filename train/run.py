@@ -95,7 +95,7 @@ def check_settings(folder: Path, settings: str) -> None:
     if changed:
 
         def shown(keys: dict[str, Any], key: str) -> str:
-            return repr(keys[key]) if key in keys else "not set"
+            return "not set" if keys.get(key) is None else repr(keys[key])
 
         differences = ", ".join(f"`{key}` was {shown(was, key)} and is now {shown(now, key)}" for key in changed)
         raise ValueError(
