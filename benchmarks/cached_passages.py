@@ -228,8 +228,8 @@ def main(
     seconds: Annotated[
         float,
         typer.Option(
-            help=f"Time limit in seconds for each number of passages: then no further round starts, except for the "
-            f"first {MIN_ROUNDS}."
+            help="Seconds after which no further round starts, for each number of passages. At least "
+            f"{MIN_ROUNDS} rounds are measured."
         ),
     ] = 60.0,
     data: Annotated[Path, typer.Option(help="JSON Lines file of questions with passages.")] = SQUAD_SAMPLE,

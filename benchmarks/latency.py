@@ -104,8 +104,8 @@ def main(
     seconds: Annotated[
         float,
         typer.Option(
-            help="Time limit in seconds for each number of passages and tokens per slot: then no further round starts, "
-            f"except for the first {MIN_ROUNDS}."
+            help="Seconds after which no further round starts, for each number of passages and of tokens per slot. At "
+            f"least {MIN_ROUNDS} rounds are measured."
         ),
     ] = 30.0,
     data: Annotated[Path, typer.Option(help="JSON Lines file of questions with passages.")] = SQUAD_SAMPLE,

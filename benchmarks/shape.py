@@ -480,14 +480,17 @@ def find_device(name: str, dtype: torch.dtype) -> torch.device:
 
 
 def main(
-    shape: Annotated[Literal[*SHAPES], typer.Option(help="Model whose shape is measured.")] = "mistral-7b",
+    shape: Annotated[
+        Literal[*SHAPES], typer.Option(help="Model whose number and sizes of layers are used.")
+    ] = "mistral-7b",
     device: Annotated[str, typer.Option(help="Device: cpu, cuda, cuda:1, ...")] = "cuda",
     dtype: Annotated[
         Literal["bfloat16", "float16", "float32"] | None,
         typer.Option(help="Precision of the base model.", show_default="bfloat16; float32 on a CPU"),
     ] = None,
     passages: Annotated[
-        str, typer.Option(help="Numbers of passages per question, separated by commas; they are measured in this order.")
+        str,
+        typer.Option(help="Numbers of passages per question, separated by commas; they are measured in this order."),
     ] = "5,20,1",
     batches: Annotated[
         str | None, typer.Option(help="Batch sizes, separated by commas.", show_default="1,16,32; 1 on a CPU")

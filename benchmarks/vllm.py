@@ -283,7 +283,9 @@ def parse_batches(batches: str) -> list[tuple[int, int]]:
 
 def main(
     output: Annotated[Path, typer.Option(help="Folder for the report.")],
-    checkpoint: Annotated[str, typer.Option(help="An aligner with independent passages.")] = str(DEFAULT_CHECKPOINT),
+    checkpoint: Annotated[str, typer.Option(help="An aligner with independent passages: a folder or a Hub id.")] = str(
+        DEFAULT_CHECKPOINT
+    ),
     sizes: Annotated[str, typer.Option(help="Numbers of passages per question, separated by commas.")] = "5,20",
     clients: Annotated[str, typer.Option(help="Numbers of clients, separated by commas.")] = "1,8,32",
     batches: Annotated[
@@ -314,7 +316,8 @@ def main(
     vllm_options: Annotated[str, typer.Option(help="Options of vLLM's server, as one string.")] = "--enforce-eager",
     data: Annotated[Path, typer.Option(help="JSON Lines file of questions with passages.")] = SQUAD_SAMPLE,
 ) -> None:
-    """Measure vLLM with slots, vLLM with text, and the engine of this project, in turns."""
+    """Compare the speed of vLLM with slots, vLLM with text, and the engine of this project with slots. They answer the
+    same questions, in turns."""
     if (python := find_vllm()) is None:
         raise ImportError(
             "vLLM is not installed. Run `make vllm` in the repository, or set the environment variable ARCALIGNER_VLLM "

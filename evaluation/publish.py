@@ -93,8 +93,8 @@ def publish(
     figures: Annotated[
         Path,
         typer.Option(
-            help=f"Folder with the reports {LATENCY_REPORT} (of benchmarks.latency) and {CACHED_REPORT} (of "
-            "benchmarks.cached_passages)."
+            help=f"Folder with {LATENCY_REPORT} and {CACHED_REPORT}, the reports of `python -m "
+            "arcaligner.benchmarks.latency` and `python -m arcaligner.benchmarks.cached_passages`."
         ),
     ] = DOCS / "figures",
     reproduced: Annotated[
@@ -215,9 +215,9 @@ def write_part(page: Path, name: str, lines: list[str]) -> None:
     text, (start, end) = page.read_text(encoding="utf-8"), (mark.format(name) for mark in MARKS)
     numbers = text.count(start), text.count(end)
     if numbers != (1, 1) or text.index(start) > text.index(end):
-        found = "the second before the first" if numbers == (1, 1) else "{} and {} times".format(*numbers)
+        found = ", the second before the first" if numbers == (1, 1) else " {} and {} times".format(*numbers)
         raise ValueError(
-            f"{page} contains the marks {start!r} and {end!r}, {found}; expected each once and in this order. Put one "
+            f"{page} contains the marks {start!r} and {end!r}{found}; expected each once and in this order. Put one "
             "of each where the table belongs, and remove all others."
         )
     block = "\n".join(lines).strip()

@@ -103,7 +103,7 @@ def open_pool(sources: Sequence[str], data_dir: str = "") -> datasets.Dataset:
     pool = datasets.Dataset.from_generator(_unique_passages, features=features, gen_kwargs=arguments)
     if not len(pool):
         raise ValueError(
-            f"The pool {', '.join(sources)} has no passage with text. Pass a file or data set that has some."
+            f"The pool {', '.join(sources)} has no passage with text. Pass a file or data set with passages."
         )
     return pool
 

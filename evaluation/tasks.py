@@ -112,8 +112,8 @@ def wrong_passages(rows: list[Row], title: str) -> list[Row]:
         if (passages := next(wrong, None)) is None:
             raise ValueError(
                 f"The floor of {title} cannot be measured: no other question has passages that are unrelated to "
-                f"{row['question']!r} (each of them answers this question or belongs to it). Use more questions "
-                "(`-n`), or leave out `--floor`."
+                f"{row['question']!r} (the passages of each other question answer this question or belong to it). Use "
+                "more questions (`-n`), or leave out `--floor`."
             )
         changed.append(row | {"passages": passages})
     return changed

@@ -330,7 +330,7 @@ def start_model(recipe: CocomArguments, base) -> CompressingModel:
     if not (folder / CONFIG_NAME).exists():
         raise ValueError(
             f"`start_from` is {folder}, but this folder has no {CONFIG_NAME}, so it contains no finished run. Finish "
-            "the run in it, or set `start_from` to the folder of a finished run, or leave `start_from` out."
+            "that run, or set `start_from` to the folder of a finished one, or leave `start_from` out."
         )
     model = CompressingModel.load(base, folder, is_trainable=True)
     if model.tokens_per_slot != recipe.tokens_per_slot:

@@ -168,8 +168,8 @@ def open_corpus(
     columns = set(dataset.column_names)
     if asks and "question" not in columns:
         raise ValueError(
-            f"{source} has no column `question`, which stages II and III need; expected rows with all of the keys "
-            f"{', '.join(ROW_FIELDS)}, or rows of HotpotQA. Choose another file or data set."
+            f"{source} has no column `question`, which the stages `grounding` and `gating` need; expected rows with "
+            f"all of the keys {', '.join(ROW_FIELDS)}, or rows of HotpotQA. Choose another file or data set."
         )
     is_text = _are_texts(columns)
     if "passages" in columns:

@@ -78,7 +78,7 @@ class FullTextArguments:
             raise ValueError(f"`writes` is {self.writes!r}; expected one of {', '.join(WRITES)}.")
         if self.writes == "question" and self.passage_attention == "separate":
             raise ValueError(
-                "`passage_attention` is 'separate', but with `writes: question` the passages of a row are joined to "
+                "`passage_attention` is 'separate', but with `writes: question` the passages of a row are joined into "
                 "one text. Leave `passage_attention` out, or set `writes` to answer."
             )
         if self.passage_attention not in PASSAGE_ATTENTIONS:

@@ -199,21 +199,28 @@ def make_file(
 
 def main(
     maker: Annotated[
-        Path, typer.Option(help="Folder of the LoRA that writes questions, trained with question_maker.yaml.")
+        Path,
+        typer.Option(
+            help="Folder of the LoRA that writes questions, trained with "
+            "train/recipes/smollm2_135m/question_maker.yaml."
+        ),
     ],
     reader: Annotated[
-        Path, typer.Option(help="Folder of the LoRA that answers from text, trained with full_text.yaml.")
+        Path,
+        typer.Option(
+            help="Folder of the LoRA that answers from text, trained with train/recipes/smollm2_135m/full_text.yaml."
+        ),
     ],
     data: Annotated[str, typer.Option("--data", "--data-dir", help="Folder of the data files.")] = "data",
     paragraphs: Annotated[
-        str, typer.Option(help="File with the paragraphs; a relative path starts in the folder `--data`.")
+        str, typer.Option(help="File in the folder `--data` with the paragraphs to write questions about.")
     ] = "recon_train.jsonl.gz",
     question_files: Annotated[
         list[str],
         typer.Option(
             "--asked",
-            help="File in the folder `--data` whose paragraphs have questions already, so that none are made about "
-            "them. Can be repeated.",
+            help="File in the folder `--data` with paragraphs that have questions already. No questions are written "
+            "about these paragraphs. Can be repeated.",
         ),
     ] = ["train_qa.jsonl.gz", "train_extra.jsonl.gz"],  # noqa: B006
     output: Annotated[Path, typer.Option(help="File in which the questions are saved.")] = Path(

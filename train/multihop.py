@@ -154,10 +154,10 @@ def fit_multihop(
     one = [len(part) - count for part, count in zip((rows, held_out), several, strict=True)]
     if min(len(pairs), *several, *one) < FOLDS:
         raise ValueError(
-            f"Too few questions to fit the multi-hop head. Training: {several[0]} need several passages, {one[0]} need "
-            f"one. Held out: {several[1]} need several, {len(pairs)} exactly two, {one[1]} one. Expected at least "
-            f"{FOLDS} of each kind. Raise `-n` and `--held-out`, or add a file of multi-hop questions, such as "
-            "HotpotQA's, to `train_files` in the recipe."
+            f"Too few questions to fit the multi-hop head. Of the training questions, {several[0]} need several "
+            f"passages, and {one[0]} need one. Of the held-out questions, {several[1]} need several, {len(pairs)} "
+            f"exactly two, and {one[1]} one. Expected at least {FOLDS} of each kind. Raise `-n` and `--held-out`, or "
+            "add a file of multi-hop questions, such as HotpotQA's, to `train_files` in the recipe."
         )
     odds = top_odds(score_rows(model, processor, held_out)).numpy()
     weight, bias, measured = fit_questions(processor, rows, held_out, odds)

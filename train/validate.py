@@ -94,7 +94,8 @@ def target_losses(
     )
     losses = np.zeros((len(examples), 2))
     shortest_first = sorted(range(len(examples)), key=lambda number: examples[number]["length"])
-    for start in tqdm(range(0, len(examples), BATCH), desc=f"losses, tokens_per_slot={tokens_per_slot}", leave=False):
+    title = f"computing losses, tokens_per_slot={tokens_per_slot}"
+    for start in tqdm(range(0, len(examples), BATCH), desc=title, leave=False):
         numbers = shortest_first[start : start + BATCH]
         batch = collator([examples[number] for number in numbers])
         slots = encode_slots(model.config, processor, batch)
@@ -133,7 +134,8 @@ def answers(
     """Mean F1 of greedy answers to `rows`, in percent, by kind."""
     scores = defaultdict(list)
     rows = sorted(rows, key=lambda row: sum(len(passage["text"]) for passage in row["passages"]))
-    for start in tqdm(range(0, len(rows), BATCH), desc=f"answers, tokens_per_slot={tokens_per_slot}", leave=False):
+    title = f"answering questions, tokens_per_slot={tokens_per_slot}"
+    for start in tqdm(range(0, len(rows), BATCH), desc=title, leave=False):
         batch = rows[start : start + BATCH]
         inputs = slot_inputs(processor, batch, tokens_per_slot=tokens_per_slot)
         arguments = [row["question"] for row in batch], [row["passages"] for row in batch]

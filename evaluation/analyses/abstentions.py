@@ -70,9 +70,9 @@ def abstentions(
         str, typer.Option(help="Methods that answer from slots, separated by commas.")
     ] = "arcaligner,arcaligner_x4",
 ) -> None:
-    """Print how often methods abstain on unanswerable and on answerable questions, in percent with 95 % intervals. The
-    table also has the F1 on answerable questions without abstentions, how many points of it abstentions cost, and how
-    well the answerability separates the two kinds of questions (AUROC)."""
+    """Print how often methods abstain on unanswerable and on answerable questions, in percent with 95 % intervals. For
+    answerable questions, the table also has the F1 without abstentions, and how many points of F1 abstentions cost. The
+    AUROC says how well the answerability separates the two kinds of questions."""
     rows = []
     for name in split_names(methods):
         answered, unanswered = (read_answers(run, task, name) for task in TASKS)

@@ -82,7 +82,7 @@ def test_one_kind_is_refused(recipe_file, separate):
     """Questions of one kind only are refused, and the model stays unchanged."""
     model, processor = separate
     with pytest.raises(
-        ValueError, match="Training: 0 need several passages, 20 need one.* Expected at least 5 of each"
+        ValueError, match="questions, 0 need several passages, and 20 need one.* Expected at least 5 of each"
     ):
         fit_multihop(model, processor, read_recipe(recipe_file, None), 20, 20)
     assert model.multihop_head is None
