@@ -95,7 +95,7 @@ def test_answer_then_question(tokenizer):
     ("changes", "message"),
     [
         ({"writes": "poem"}, "`writes` is 'poem'; expected one of answer, question"),
-        ({"writes": "question", "passage_attention": "separate"}, "are joined to one text"),
+        ({"writes": "question", "passage_attention": "separate"}, "are joined into one text"),
     ],
 )
 def test_bad_kinds(changes, message):
