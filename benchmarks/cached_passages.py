@@ -58,7 +58,7 @@ from ..kv_cache_arcaligner import (
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..train.prompts import text_ids
-from .arms import first_tokens, join_rows, load_models, prefill, select_rows, share, time_rounds
+from .arms import MIN_ROUNDS, first_tokens, join_rows, load_models, prefill, select_rows, share, time_rounds
 from .latency import parse_sizes
 
 SPARE = 4  # precomputed passages beyond those of the largest combination
@@ -215,7 +215,9 @@ class CachedPassages:
 
 
 def main(
-    output: Annotated[Path, typer.Option(help="Folder for the report, and for cached passages while it runs.")],
+    output: Annotated[
+        Path, typer.Option(help="Folder for the report and, while the benchmark runs, for cached passages.")
+    ],
     checkpoint: Annotated[str, typer.Option(help="An aligner: a folder or a Hub id.")] = str(DEFAULT_CHECKPOINT),
     sizes: Annotated[str, typer.Option(help="Numbers of passages per question, separated by commas.")] = "1,5,10,20",
     tokens_per_slot: Annotated[
@@ -224,11 +226,16 @@ def main(
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Precision of the models.")] = "float32",
     device: Annotated[str, typer.Option(help="Device of the models: cpu or cuda.")] = "cpu",
     seconds: Annotated[
-        float, typer.Option(help="Time limit in seconds for each number of passages; no round starts after it.")
+        float,
+        typer.Option(
+            help="Seconds after which no further round starts, for each number of passages. At least "
+            f"{MIN_ROUNDS} rounds are measured."
+        ),
     ] = 60.0,
     data: Annotated[Path, typer.Option(help="JSON Lines file of questions with passages.")] = SQUAD_SAMPLE,
 ) -> None:
-    """Measure the time to the first token of a new question about cached passages, as slots and as text."""
+    """Measure the time to the first token of a new question about cached passages. Compare passages as slots with
+    passages as text."""
     numbers_of_passages = parse_sizes(sizes)
     models = load_models(checkpoint, getattr(torch, dtype), device, passage_attention="separate")
     processor = ArcAlignerProcessor.from_pretrained(checkpoint)

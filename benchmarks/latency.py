@@ -28,6 +28,7 @@ from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import tokenize_segments
 from .arms import (
+    MIN_ROUNDS,
     both_prompts,
     cache_bytes,
     first_tokens,
@@ -101,12 +102,17 @@ def main(
     ] = None,
     device: Annotated[str, typer.Option(help="Device of the models: cpu or cuda.")] = "cpu",
     seconds: Annotated[
-        float, typer.Option(help="Time limit in seconds for each number of passages; no round starts after it.")
+        float,
+        typer.Option(
+            help="Seconds after which no further round starts, for each number of passages and of tokens per slot. At "
+            f"least {MIN_ROUNDS} rounds are measured."
+        ),
     ] = 30.0,
     data: Annotated[Path, typer.Option(help="JSON Lines file of questions with passages.")] = SQUAD_SAMPLE,
     output: Annotated[Path | None, typer.Option(help="Folder for the report.")] = None,
 ) -> None:
-    """Measure the time to the first token, for slots and for text."""
+    """Measure the time to the first token of a question about passages. Compare passages as slots with passages as
+    text."""
     numbers_of_passages = parse_sizes(sizes)
     processor = ArcAlignerProcessor.from_pretrained(checkpoint)
     compressions = split_tokens_per_slot(tokens_per_slot) if tokens_per_slot else [processor.tokens_per_slot]

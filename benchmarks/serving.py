@@ -82,14 +82,14 @@ def main(
     ] = None,
     api_key: Annotated[str, typer.Option(envvar="ARCALIGNER_API_KEY", help="The server's API key.")] = "",
 ) -> None:
-    """Send questions to a running server. Print answers per second and latency quantiles as a table and as a JSON
-    line."""
+    """Send questions to a running server. Print answers per second and quantiles of the latency (p50 is the median) as
+    a table and as a JSON line."""
     texts = [row["question"] for row in read_rows(questions)][:distinct]
     numbers_of_clients = parse_sizes(clients, "--clients")
     memory(url, api_key)  # raises if there is no server
     if distinct is not None:
         asyncio.run(ask_all(url, api_key, texts, 1))
-    columns = ["Clients", "Answers/s", "p50, s", "p95, s", "p99, s", "Batch size", "Cached passages"]
+    columns = ["Clients", "Answers/s", "Latency p50, s", "p95, s", "p99, s", "Mean batch size", "Passages in the cache"]
     columns += ["Server memory, MB", "Failed requests"]
     rows, measured = [], {}
     for number, count in enumerate(numbers_of_clients):

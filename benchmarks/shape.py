@@ -331,7 +331,7 @@ def _slot_titles() -> dict[str, str]:
     for name, which in {"slots": "a sentence each", "slots_x4": "x4, four tokens each"}.items():
         titles |= {f"{name}_{mode}": f"**slots**, {which}, {how}" for mode, how in states.items()}
         titles[f"{name}_cached"] = f"question after cached slots, {which}"
-        titles[f"{name}_joined"] = f"the same, joined from precomputed passages, {which}"
+        titles[f"{name}_joined"] = f"question after cached slots, joined from precomputed passages, {which}"
     return titles
 
 
@@ -376,7 +376,7 @@ def shape_table(report: dict[str, Any]) -> list[str]:
         lines.append([title, operations, *cells, step, f"{max(peaks):.1f}" if peaks else "-"])
     sizes = " / ".join(map(str, passages))
     heads = [f"batch {batch}, ms at {sizes} passages" for batch in batches]
-    columns = ["", "operations", *heads, f"ms, {EXAMPLES} examples", "GiB at most"]
+    columns = ["measured", "operations", *heads, f"ms, step of {EXAMPLES} examples", "peak memory, GiB"]
     return [*markdown_table(columns, lines), "", *notes(report)]
 
 
@@ -385,18 +385,20 @@ def notes(report: dict[str, Any]) -> list[str]:
     machine, sizes = report["machine"], report["parameters"]
     passages = {"joint": "Joint passages", "separate": "Independent passages"}[report["passage_attention"]]
     cut = (
-        " Hidden size cut to 64, so operations are those of the shape, and times the host's."
+        " The hidden size is cut to 64: the numbers of operations are those of the whole shape, but the times are not."
         if report["is_cut"]
         else ""
     )
     driver = f", driver {machine['driver']}" if machine["driver"] else ""
     commit = f", commit {machine['commit']}" if machine["commit"] else ""
     lines = [
-        f"`{report['shape']}`, random weights: backbone {sizes['backbone'] / 1e6:,.4g} million in {report['dtype']}, "
-        f"aligner {sizes['aligner'] / 1e6:,.4g} million in float32. {passages}.{cut} Medians; {report['seconds']:.0f} "
-        "s in all. In parentheses: operations divided by those of the bare model with text, of its generated token, "
-        "and of PEFT's step on as many positions. Steps are forward and backward, without an optimizer. Memory: "
-        "weights, plus the allocations of a call.",
+        f"`{report['shape']}`, random weights: base model {sizes['backbone'] / 1e6:,.4g} million parameters in "
+        f"{report['dtype']}, "
+        f"aligner {sizes['aligner'] / 1e6:,.4g} million in float32. {passages}.{cut} Times are medians; all "
+        f"measurements took {report['seconds']:.0f} s. In parentheses: operations divided by those of the bare model "
+        "with text; for a generated token, by those of its generated token; for a training step, by those of PEFT's "
+        "step on as many positions. A step is a forward and a backward pass, without an optimizer. Peak memory: the "
+        "weights, and what a call allocates.",
         "",
         f"{machine['device']}{driver}, {machine['cpu']}, {machine['threads']} threads; torch {machine['torch']}, "
         f"transformers {machine['transformers']}, peft {machine['peft']}; {machine['date']}{commit}.",
@@ -458,7 +460,7 @@ def find_device(name: str, dtype: torch.dtype) -> torch.device:
     if not torch.cuda.is_available():
         raise ValueError(
             f"`--device` is {name!r}, but torch {torch.__version__} finds no GPU with CUDA. Install a driver and a "
-            "torch with CUDA, or pass `--device cpu`, which counts operations only."
+            "torch with CUDA, or pass `--device cpu`, which counts operations, but does not measure times of a GPU."
         )
     device = torch.device("cuda", device.index or 0)
     if device.index >= torch.cuda.device_count():
@@ -471,21 +473,24 @@ def find_device(name: str, dtype: torch.dtype) -> torch.device:
     with torch.cuda.device(device):
         if dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
             raise ValueError(
-                f"`--dtype` is bfloat16, but {torch.cuda.get_device_name(device)} has no bfloat16. Pass `--dtype "
-                "float16` or `--dtype float32`."
+                f"`--dtype` is bfloat16, but {torch.cuda.get_device_name(device)} does not compute in bfloat16. Pass "
+                "`--dtype float16` or `--dtype float32`."
             )
     return device
 
 
 def main(
-    shape: Annotated[Literal[*SHAPES], typer.Option(help="Model whose shape is measured.")] = "mistral-7b",
+    shape: Annotated[
+        Literal[*SHAPES], typer.Option(help="Model whose number and sizes of layers are used.")
+    ] = "mistral-7b",
     device: Annotated[str, typer.Option(help="Device: cpu, cuda, cuda:1, ...")] = "cuda",
     dtype: Annotated[
         Literal["bfloat16", "float16", "float32"] | None,
-        typer.Option(help="Precision of the backbone.", show_default="bfloat16; float32 on a CPU"),
+        typer.Option(help="Precision of the base model.", show_default="bfloat16; float32 on a CPU"),
     ] = None,
     passages: Annotated[
-        str, typer.Option(help="Numbers of passages per question, separated by commas, the most important first.")
+        str,
+        typer.Option(help="Numbers of passages per question, separated by commas; they are measured in this order."),
     ] = "5,20,1",
     batches: Annotated[
         str | None, typer.Option(help="Batch sizes, separated by commas.", show_default="1,16,32; 1 on a CPU")
@@ -495,12 +500,14 @@ def main(
     ] = 240.0,
     passage_attention: Annotated[
         Literal["joint", "separate"],
-        typer.Option(help="joint: slots also attend to earlier passages; separate: passages are independent."),
+        typer.Option(
+            help="joint: slots attend to their own and to earlier passages; separate: only to their own passage."
+        ),
     ] = "joint",
     output: Annotated[Path | None, typer.Option(help="Folder for the report and its table.")] = None,
 ) -> None:
-    """Measure operations, first token, generated token, training steps and memory of a model shape with random weights,
-    with slots and with text."""
+    """Compare slots with text on a model that has the shape of a well-known one, and random weights. Measured are the
+    number of operations, memory, and the times of the first token, of a further token and of training steps."""
     start = time.perf_counter()
     is_cpu = device.partition(":")[0] == "cpu"
     backbone_dtype = getattr(torch, dtype or ("float32" if is_cpu else "bfloat16"))

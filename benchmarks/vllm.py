@@ -148,7 +148,10 @@ class Arms:
                     began, first, text = time.perf_counter(), 0.0, ""
                     async with client.stream("POST", "/v1/completions", json=body) as response:
                         if response.status_code != 200:
-                            raise OSError((await response.aread()).decode())
+                            reply = (await response.aread()).decode()[:300]
+                            raise OSError(
+                                f"vLLM answered with status {response.status_code}; expected 200. Its reply: {reply}"
+                            )
                         async for line in response.aiter_lines():
                             if line.startswith("data: {"):
                                 first = first or time.perf_counter() - began
@@ -280,29 +283,41 @@ def parse_batches(batches: str) -> list[tuple[int, int]]:
 
 def main(
     output: Annotated[Path, typer.Option(help="Folder for the report.")],
-    checkpoint: Annotated[str, typer.Option(help="An aligner with independent passages.")] = str(DEFAULT_CHECKPOINT),
+    checkpoint: Annotated[str, typer.Option(help="An aligner with independent passages: a folder or a Hub id.")] = str(
+        DEFAULT_CHECKPOINT
+    ),
     sizes: Annotated[str, typer.Option(help="Numbers of passages per question, separated by commas.")] = "5,20",
     clients: Annotated[str, typer.Option(help="Numbers of clients, separated by commas.")] = "1,8,32",
     batches: Annotated[
         str,
-        typer.Option(help="Batches of which only the first tokens are timed: PASSAGES:QUESTIONS, separated by commas."),
+        typer.Option(
+            help="Batches of questions that arrive together and get one token each. A batch is PASSAGES:QUESTIONS, the "
+            "number of passages of a question and the number of questions. Several are separated by commas."
+        ),
     ] = "5:12,20:6",
     names: Annotated[
         str,
         typer.Option(
             "--arms",
-            help=f"What to measure, separated by commas: {', '.join(ARMS)} (see the top of benchmarks/vllm.py).",
+            help="What to measure, separated by commas. slots: vLLM with slots; front: the same behind this project's "
+            "server engine; text: vLLM with text; pytorch: this project's engine with slots.",
         ),
     ] = ",".join(ARMS),
     tokens_per_slot: Annotated[int, typer.Option(help="Tokens of text per slot.")] = 4,
     rounds: Annotated[
-        int, typer.Option(help="Rounds of each measurement. A round has as many questions as clients, at least 4.")
+        int,
+        typer.Option(
+            help="Number of rounds of each measurement. A round has as many questions as clients, but at least 4."
+        ),
     ] = 1,
-    dtype: Annotated[str, typer.Option(help="Precision of both engines: float32 or bfloat16.")] = "float32",
+    dtype: Annotated[
+        str, typer.Option(help="Precision of the models, in vLLM and in this project's engine: float32 or bfloat16.")
+    ] = "float32",
     vllm_options: Annotated[str, typer.Option(help="Options of vLLM's server, as one string.")] = "--enforce-eager",
     data: Annotated[Path, typer.Option(help="JSON Lines file of questions with passages.")] = SQUAD_SAMPLE,
 ) -> None:
-    """Measure vLLM with slots, vLLM with text, and the engine of this project, in turns."""
+    """Compare the speed of vLLM with slots, vLLM with text, and the engine of this project with slots. They answer the
+    same questions, in turns."""
     if (python := find_vllm()) is None:
         raise ImportError(
             "vLLM is not installed. Run `make vllm` in the repository, or set the environment variable ARCALIGNER_VLLM "
@@ -312,7 +327,7 @@ def main(
     numbers_of_passages, numbers_of_clients = parse_sizes(sizes), parse_sizes(clients, "--clients")
     rows, measured, first_tokens, number = list(read_rows(data)), [], [], 0
     output.mkdir(parents=True, exist_ok=True)
-    columns = ["Passages", "Clients", "Arm", "First token, s", "Answers/s", "Processor time per answer, s"]
+    columns = ["Passages", "Clients", "Measured", "First token, s", "Answers/s", "Processor time per answer, s"]
     columns += ["Same answers as `pytorch`"]
     with temporary_folder(output, ".passages-") as folder:
         arms = Arms(checkpoint, python, folder, tokens_per_slot, vllm_options.split(), dtype, arm_names)
@@ -326,7 +341,7 @@ def main(
                     [size, questions, name, f"{values['first_tokens']:.2f}", f"{values['processor_seconds']:.2f}"]
                     for name, values in first_tokens[-1]["arms"].items()
                 ]
-                columns_of_batches = ["Passages", "Questions", "Arm", "All first tokens, s", "Processor time, s"]
+                columns_of_batches = ["Passages", "Questions", "Measured", "All first tokens, s", "Processor time, s"]
                 typer.echo("\n".join(markdown_table(columns_of_batches, lines)))
             for size in numbers_of_passages:
                 for count in numbers_of_clients:

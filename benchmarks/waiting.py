@@ -77,21 +77,23 @@ async def measure(url: str, key: str, rounds: int) -> dict[str, list[tuple[float
 
 def main(
     url: Annotated[str, typer.Option(help="Address of a running server.")] = "http://127.0.0.1:8000",
-    rounds: Annotated[int, typer.Option(help="Number of rounds; each measures every row once.", min=1)] = 3,
+    rounds: Annotated[
+        int, typer.Option(help="Number of rounds; each measures every row of the table once.", min=1)
+    ] = 3,
     api_key: Annotated[str, typer.Option(envvar="ARCALIGNER_API_KEY", help="The server's API key.")] = "",
 ) -> None:
-    """Measure how long a short question waits while a running server works on a long request. Print the median seconds
-    as a table, and all of them as a JSON line."""
+    """Measure how long a short question waits while a running server works on a long request. Print medians in seconds
+    as a table, and all measurements as a JSON line."""
     memory(url, api_key)  # raises if there is no server
     waits = asyncio.run(measure(url, api_key, rounds))
-    columns = ["Long request", "First token of the short one, s", "Longest wait, s"]
-    columns += ["First token of the long one, s", "Last token of the long one, s"]
+    columns = ["Long request", "First token of the short request: median, s", "longest, s"]
+    columns += ["First token of the long request, s", "Last token of the long request, s"]
     rows = []
     for name, times in waits.items():
         short, first, last = np.array(times).T
-        rows.append(
-            [name, *(f"{value:.2f}" for value in (np.median(short), short.max(), np.median(first), np.median(last)))]
-        )
+        title = "none (the short one alone)" if name == "alone" else name
+        values = np.median(short), short.max(), np.median(first), np.median(last)
+        rows.append([title, *(f"{value:.2f}" for value in values)])
     typer.echo("\n".join(markdown_table(columns, rows)))
     typer.echo(json.dumps({"waiting": waits, "machine": describe_machine()}))
 

@@ -250,7 +250,7 @@ def print_counts(name: str, recorder: Recorder, with_pairs: bool, with_walk: boo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("ways", nargs="*", help=f"What to run. Default: {', '.join(WAYS)}.")
+    parser.add_argument("ways", nargs="*", help=f"What to follow, in quotes. Default: {', '.join(map(repr, WAYS))}.")
     parser.add_argument("--pairs", action="store_true", help="Also print, for each pair of files, the number of moves.")
     parser.add_argument("--walk", action="store_true", help="Also print each move; repetitions are not folded.")
     parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT, help="Folder of the checkpoint to run.")

@@ -25,7 +25,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=100, help="Number of forwards per variant. Default: 100.")
     parser.add_argument(
-        "--modes", nargs="+", default=["off", "adaptive", "always"], help="Gate modes to measure. Default: all."
+        "--modes",
+        nargs="+",
+        default=["off", "adaptive", "always"],
+        help="Gate modes to measure: off, adaptive and always. Default: all three.",
     )
     args = parser.parse_args()
     torch.set_num_threads(1)

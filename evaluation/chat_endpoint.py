@@ -47,7 +47,8 @@ class ChatEndpoint:
             raise ImportError(message) from error
         if not self.url.startswith(("http://", "https://")):
             raise ValueError(
-                f"The endpoint is {self.url!r}; expected an address with http:// or https://, such as {ENDPOINT}."
+                f"The endpoint is {self.url!r}; expected an address that begins with http:// or https://, such as "
+                f"{ENDPOINT}. Correct the address."
             )
         key = os.environ.get(KEY_VARIABLE) or "none"
         client = openai.OpenAI(base_url=self.url, api_key=key, timeout=self.timeout, max_retries=RETRIES)

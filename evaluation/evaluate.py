@@ -83,7 +83,7 @@ def load_rows(name: str, settings: EvaluationSettings) -> list[Row]:
             f"CORPUS`, or add `passages` to {name}.jsonl.gz in a folder, and pass this folder with `--data`."
         )
     if num_empty := sum(not row["passages"] for row in rows):
-        logger.warning("%s: no passages for %d of %d questions", TASKS[name].title, num_empty, len(rows))
+        logger.warning("%s: %d of %d questions have no passages", TASKS[name].title, num_empty, len(rows))
     return rows
 
 
@@ -114,7 +114,7 @@ def answer_tasks(
         if unanswered:
             title = f"{TASKS[task].title}: {method.title}" + (", floor" if settings.output.name == FLOOR else "")
             # A log line remains, even without a progress bar.
-            logger.info("%s, %s", title, counted(len(unanswered), "question"))
+            logger.info("Answering %s of %s", counted(len(unanswered), "question"), title)
             with files[task].claim():
                 in_batches(unanswered, settings.batch_size, partial(answer_batch, answer, files[task], on_done), title)
 

@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 JUDGE = "Qwen/Qwen3-30B-A3B-Instruct-2507"  # as in the paper
 YES, UNREADABLE = "yes", "unreadable"
+COUNTS = ("Judged answers", "Of these, reply neither yes nor no", "No reply")  # columns of tables
 VERDICTS = ".verdicts"
 _FIRST_WORD = re.compile(r"\W*(yes|no)\b", re.IGNORECASE)
 
@@ -112,8 +113,8 @@ def judge_answers(judge: Judge, rows: Sequence[Row], file: AnswerFile, again: bo
     verdicts = [*read_verdicts(file, rows).values()]
     if count := verdicts.count(UNREADABLE):
         logger.warning(
-            "%s: the judge replied neither yes nor no to %d of %d answers. Such an answer counts as wrong. To ask "
-            "again, run `python -m arcaligner.evaluation.judge` with `--again`.",
+            "%s: the judge replied neither yes nor no about %d of %d answers. These answers count as wrong. To ask "
+            "about them again, run `python -m arcaligner.evaluation.judge` with `--again`.",
             *(file.path, count, len(verdicts)),
         )
 
@@ -131,7 +132,7 @@ def judge_run(run: Path, endpoint: ChatEndpoint, again: bool = False) -> list[st
         by_answer = [*read_verdicts(verdicts, answers).values()]
         shown = shown_interval(percent_interval(scores)) if scores else "-"
         cells.append([file.task, file.method, shown, len(scores), by_answer.count(UNREADABLE), by_answer.count(None)])
-    columns = ("Task", "Method", f"Acc, judged by {endpoint.model}", "Judged", "Unreadable", "Unjudged")
+    columns = ("Task", "Method", f"Right answers according to {endpoint.model}, %", *COUNTS)
     return markdown_table(columns, cells)
 
 
@@ -188,7 +189,7 @@ def _column(path: Path, name: str) -> list[str]:
     header, *lines = _read_table(path) or [[]]
     if name not in header or any(len(line) != len(header) for line in lines):
         raise ValueError(
-            f"{path} has no column {name!r}, or has lines that differ in length from its header. {_EXPECTED}"
+            f"{path} has no column {name!r}, or a line with more or fewer columns than its first line. {_EXPECTED}"
         )
     return [line[header.index(name)] for line in lines]
 
@@ -236,7 +237,7 @@ def judge_people(
         kappa = "-" if numbers["kappa"] is None else f"{numbers['kappa']:.2f}"
         counts = [[*verdicts.values()].count(verdict) if title == name else "" for verdict in (UNREADABLE, None)]
         cells.append([title, share, kappa, numbers["judgements"], *counts])
-    lines = markdown_table(["Judge", "Agrees with people, %", "Kappa", "Judged", "Unreadable", "Unjudged"], cells)
+    lines = markdown_table(["Judge", "Agrees with people, %", "Cohen's kappa", *COUNTS], cells)
     if judged and agreements[name]["agreement"][0] < agreements["EM"]["agreement"][0]:
         lines += ["", f"{name} agrees less with people than EM does: do not use it as a judge."]
     return lines
@@ -264,15 +265,16 @@ def main(
     ] = ENDPOINT,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds to wait for a reply.")] = 60.0,
     number: Annotated[
-        int | None, typer.Option("-n", min=1, help="Maximum number of human judgements to compare with.")
+        int | None,
+        typer.Option("-n", min=1, help="With `--agreement`: maximum number of human judgements to compare with."),
     ] = None,
     output: Annotated[Path, typer.Option(help="Folder for the verdicts of `--agreement`.")] = Path("runs/judges"),
     again: Annotated[
         bool, typer.Option("--again", help="Ask again about answers for which the judge replied neither yes nor no.")
     ] = False,
 ) -> None:
-    """Judge all answers of a run (--run), or compare a judge with people (--agreement). If the command is repeated, it
-    judges only what has no verdict yet."""
+    """Let a chat model judge whether the answers of a run are right (--run), or compare such a judge with people
+    (--agreement). If the command is repeated, the judge is asked only about answers that it has not judged yet."""
     if (run is None) == (people is None):
         passed = "Neither `--run` nor `--agreement` was" if run is None else "Both `--run` and `--agreement` were"
         raise ValueError(

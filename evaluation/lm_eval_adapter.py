@@ -71,7 +71,7 @@ class ArcAlignerLM(LM):
 
 _ANSWERS_ONLY = (
     "The aligner answers questions about documents (`output_type: generate_until`) and computes no likelihoods. To "
-    "evaluate its base model without documents, run `lm_eval --model hf --model_args pretrained=BASE_MODEL`."
+    "evaluate a base model alone, without documents, run `lm_eval --model hf --model_args pretrained=BASE_MODEL`."
 )
 
 

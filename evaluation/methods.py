@@ -413,8 +413,8 @@ def split_name(name: str) -> tuple[Method, int | str | None]:
         return METHODS[base], number if number == "segment" else int(number)
     names = ", ".join(method.name for method in METHODS.values() if method.takes_tokens_per_slot)
     raise ValueError(
-        f"There is no method {name!r}; expected one of {', '.join(METHODS)}. To set the tokens per slot, append them, "
-        f"as in `arcaligner_x4` or `arcaligner_xsegment`, to one of {names}."
+        f"There is no method {name!r}; expected one of {', '.join(METHODS)}. To set the tokens per slot, append `_x` "
+        f"and their number, or `_xsegment`, as in `arcaligner_x4` or `arcaligner_xsegment`, to one of {names}."
     )
 
 

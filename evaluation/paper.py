@@ -207,8 +207,8 @@ class Reproduction:
         """Recall of the retriever before and after re-ranking."""
         if self.retrieval is None:
             raise MissingPartError(
-                "The recipe has no `retrieval` in `reproduce`, so recall cannot be measured. Add `retrieval` with a "
-                "pool and a retriever, as in evaluation/recipes/paper.yaml."
+                "The recipe has no `retrieval` in `reproduce`, so recall cannot be measured. Add `retrieval` with the "
+                "keys `pool` and `retriever`, as in evaluation/recipes/paper.yaml."
             )
         for name in TASKS_OF_PAPER:
             try:

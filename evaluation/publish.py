@@ -83,15 +83,29 @@ MARKS = "<!-- {}: evaluation/publish.py -->", "<!-- end of {} -->"  # of a part 
 
 def publish(
     run: Annotated[
-        Path | None, typer.Option(help="Folder of an evaluation. By default the published numbers are used.")
+        Path | None,
+        typer.Option(
+            help="Folder of an evaluation (`--output` of `arcaligner evaluate`). Default: the published numbers are "
+            "used again."
+        ),
     ] = None,
-    checkpoint: Annotated[Path, typer.Option(help="The aligner that was measured.")] = DEFAULT_CHECKPOINT,
-    figures: Annotated[Path, typer.Option(help="Folder with latency.json and kept.json.")] = DOCS / "figures",
+    checkpoint: Annotated[Path, typer.Option(help="Folder of the aligner that was measured.")] = DEFAULT_CHECKPOINT,
+    figures: Annotated[
+        Path,
+        typer.Option(
+            help=f"Folder with {LATENCY_REPORT} and {CACHED_REPORT}, the reports of `python -m "
+            "arcaligner.benchmarks.latency` and `python -m arcaligner.benchmarks.cached_passages`."
+        ),
+    ] = DOCS / "figures",
     reproduced: Annotated[
-        Path | None, typer.Option(help="Folder with the pages of `reproduce`. By default the published ones stay.")
+        Path | None,
+        typer.Option(
+            help="Folder with pages that `arcaligner reproduce` wrote. Default: the published pages stay as they are."
+        ),
     ] = None,
 ) -> None:
-    """Write the pages and the README's tables from a run and the timings."""
+    """Write the tables and figures of the pages in docs/ and of the README, from an evaluation and from the reports of
+    the benchmarks."""
     if run is not None:
         check_weights(run, checkpoint)
         results = write_results(run) | {"weights": fingerprint(str(checkpoint))}
@@ -172,8 +186,8 @@ def write_reproduced(folder: Path) -> None:
     pages = [folder / f"{name}.md" for name in REPRODUCED if (folder / f"{name}.md").is_file()]
     if not pages:
         raise ValueError(
-            f"{folder} contains no page of `arcaligner reproduce`. Run `arcaligner reproduce all` first, or pass its "
-            "folder."
+            f"{folder} contains no page of `arcaligner reproduce`. Run `arcaligner reproduce all` first, or pass the "
+            "folder of its pages with `--reproduced`."
         )
     for page in pages:
         lines = page.read_text(encoding="utf-8").splitlines()[1:]  # without the heading
@@ -201,9 +215,9 @@ def write_part(page: Path, name: str, lines: list[str]) -> None:
     text, (start, end) = page.read_text(encoding="utf-8"), (mark.format(name) for mark in MARKS)
     numbers = text.count(start), text.count(end)
     if numbers != (1, 1) or text.index(start) > text.index(end):
-        found = "the second first" if numbers == (1, 1) else "{} of the first and {} of the second".format(*numbers)
+        found = ", the second before the first" if numbers == (1, 1) else " {} and {} times".format(*numbers)
         raise ValueError(
-            f"Expected the marks {start!r} and {end!r} in {page}, each once and in this order; found {found}. Put one "
+            f"{page} contains the marks {start!r} and {end!r}{found}; expected each once and in this order. Put one "
             "of each where the table belongs, and remove all others."
         )
     block = "\n".join(lines).strip()
@@ -219,8 +233,9 @@ def check_weights(run: Path, checkpoint: Path) -> None:
             and (weights := file.settings()["weights"]) != expected
         ):
             raise ValueError(
-                f"The answers in {file.path} are of an aligner with the weights {weights}; expected {expected}, the "
-                f"weights of {checkpoint}. Evaluate again in another folder."
+                f"The answers in {file.path} are of an aligner whose weights have the digest {weights}; expected "
+                f"{expected}, the digest of {checkpoint}. Evaluate this aligner with another `--output`, and pass that "
+                "folder as `--run`."
             )
 
 

@@ -16,6 +16,7 @@ what is missing. If a re-ranker writes a wrong list, it is counted, and the ques
 
 import logging
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from ..configuration_arcaligner import DEFAULT_ENCODER
 from ..loading_arcaligner import missing_model_message, resolve_model
 from ..train.examples import data_fingerprint, open_corpus
 from ..train.prepare_data import write_file
+from .chat_endpoint import ENDPOINT
 from .metrics import percent_interval, shown_interval
 from .rerankers import Reranker, WrongListError, load_reranker
 from .runs import AnswerFile, row_digest
@@ -73,7 +75,9 @@ class RetrievalSettings:
 
     def __post_init__(self):
         if not self.pool:
-            raise ValueError("`pool` is empty; expected at least one source of passages, such as questions.jsonl.gz.")
+            raise ValueError(
+                "`pool` is empty; expected at least one file or data set with passages, such as questions.jsonl.gz."
+            )
         if self.num_candidates < 1:
             raise ValueError(f"`num_candidates` is {self.num_candidates}; expected at least 1 passage.")
 
@@ -81,7 +85,7 @@ class RetrievalSettings:
     def about(self) -> str:
         """A description of the passages, for tables."""
         order = f", re-ranked by {self.reranker}" if self.reranker else ""
-        return f"the first of {self.num_candidates} found by {self.retriever}{order}"
+        return f"the first of {self.num_candidates} passages found by {self.retriever}{order}"
 
 
 # The pool
@@ -99,7 +103,7 @@ def open_pool(sources: Sequence[str], data_dir: str = "") -> datasets.Dataset:
     pool = datasets.Dataset.from_generator(_unique_passages, features=features, gen_kwargs=arguments)
     if not len(pool):
         raise ValueError(
-            f"The pool {', '.join(sources)} has no passage with text. Pass a file or data set that has some."
+            f"The pool {', '.join(sources)} has no passage with text. Pass a file or data set with passages."
         )
     return pool
 
@@ -249,15 +253,19 @@ def recall_at_k(rows: list[Row]) -> dict[int, list[float]]:
 
 
 def recall_table(recalls: dict[str, dict[str, Any]]) -> list[str]:
-    """Markdown lines: recall of each task before and after re-ranking, and the wrong lists."""
+    """Markdown lines: recall of each task before and after re-ranking, the wrong lists, and a note."""
     rows = []
     for name, numbers in recalls.items():
         for when in ("before", "after"):
             cells = [shown_interval(numbers[when][k]) for k in KS]
             wrong = sum(numbers["wrong_lists"].values()) if when == "after" else ""
             rows.append([TASKS[name].title, when, *cells, wrong, numbers["questions"], numbers["passages"]])
-    columns = ["Set", "Re-ranking", *(f"Recall@{k}" for k in KS), "Wrong lists", "Questions", "Passages in the pool"]
-    return markdown_table(columns, rows)
+    columns = ["Set", "Re-ranking", *(f"Recall@{k}, %" for k in KS), "Unusable rankings", "Questions"]
+    note = (
+        "Recall@k is the share of questions for which one of the first k passages contains a gold answer; brackets "
+        "contain 95 % intervals. For a question with an unusable ranking, the retriever's order remains."
+    )
+    return [*markdown_table([*columns, "Passages in the pool"], rows), "", *textwrap.wrap(note, 120)]
 
 
 def main(
@@ -265,7 +273,9 @@ def main(
     output: Annotated[
         Path, typer.Option(help="Folder for the results: questions with passages, embeddings and recall.")
     ],
-    tasks: Annotated[str, typer.Option(help="Sets of questions, separated by commas.")] = "nq",
+    tasks: Annotated[
+        str, typer.Option(help=f"Sets of questions, separated by commas. Known sets: {', '.join(TASKS)}.")
+    ] = "nq",
     data: Annotated[
         Path | None,
         typer.Option(help="Folder with a file TASK.jsonl.gz for each set of questions. Default: the Hub."),
@@ -278,13 +288,16 @@ def main(
         typer.Option(help="Re-ranker: listwise:MODEL, cross_encoder:MODEL or aligner:CHECKPOINT. Default: none."),
     ] = None,
     endpoint: Annotated[
-        str | None, typer.Option(help="Address of an OpenAI-compatible server with the listwise re-ranker.")
+        str | None,
+        typer.Option(
+            help=f"Address of an OpenAI-compatible server with the model of listwise:MODEL. Default: {ENDPOINT}."
+        ),
     ] = None,
     num_questions: Annotated[
         int | None, typer.Option("-n", min=1, help="Maximum number of questions per task.")
     ] = None,
     num_candidates: Annotated[
-        int, typer.Option(min=1, help="Number of passages to retrieve and re-rank.")
+        int, typer.Option(min=1, help="Number of passages to retrieve and re-rank for each question.")
     ] = NUM_CANDIDATES,
     device: Annotated[str, typer.Option(help="Device of the models: cpu or cuda.")] = "cpu",
 ) -> None:
@@ -294,13 +307,13 @@ def main(
     recalls = {}
     for name in split_names(tasks):
         if name not in TASKS:
-            raise ValueError(f"There is no task {name!r}; expected one of {', '.join(TASKS)}.")
+            raise ValueError(f"There is no task {name!r}; expected one of {', '.join(TASKS)}. Correct `--tasks`.")
         rows = TASKS[name].load(data, num_questions)
         _, recalls[name] = retrieve(settings, name, rows, output, device=device)
     lines = [
         *recall_table(recalls),
         "",
-        f"Found by {retriever}; {f're-ranked by {reranker}' if reranker else 'not re-ranked'}.",
+        f"The passages were found by {retriever} and {f're-ranked by {reranker}' if reranker else 'not re-ranked'}.",
     ]
     write_atomically(output / "recall.md", "\n".join([*lines, ""]))
     typer.echo("\n".join(lines))

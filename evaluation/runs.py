@@ -78,8 +78,8 @@ class AnswerFile:
                 yield
         except Timeout as error:
             raise ValueError(
-                f"Another process is writing answers to {self.path}. Wait until that process has ended, or choose "
-                "other `--tasks` or `--methods`."
+                f"Another process is writing to {self.path}. Wait until that process has ended, or stop it. "
+                "`arcaligner evaluate` may run at the same time with other `--tasks` or `--methods`."
             ) from error
 
     def append(self, records: Iterable[dict[str, Any]]) -> None:
@@ -91,20 +91,25 @@ class AnswerFile:
 
     def _check(self, settings: dict[str, Any], rows: list[Row], known: dict[str, str]) -> None:
         before = self.settings()
+
+        def shown(keys: dict[str, Any], key: str) -> str:
+            return "not set" if keys.get(key) is None else repr(keys[key])
+
         changed = [
-            f"`{key}` was {before.get(key)!r} and is now {settings.get(key)!r}"
+            f"`{key}` was {shown(before, key)} and is now {shown(settings, key)}"
             for key in sorted({*before, *settings} - FREE_SETTINGS)
             if before.get(key) != settings.get(key)
         ]
         changed += [
-            f"question {row['id']} has changed"
+            f"the question, answers or passages with the id {row['id']} have changed"
             for row in rows
             if known.get(row["id"], row_digest(row)) != row_digest(row)
         ]
         if changed:
             raise ValueError(
                 f"{self.path} contains {counted(len(known), 'answer')} made with different settings: "
-                f"{', '.join(changed[:3])}. Choose another folder with `--output`, or delete the file to answer again."
+                f"{', '.join(changed[:3])}. Choose another folder with `--output`, or delete the file to make its "
+                "answers again."
             )
 
 

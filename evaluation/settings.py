@@ -32,7 +32,9 @@ class TaskSettings:
         for key in ("top_k", "num_questions"):
             value = getattr(self, key)
             if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"`{key}` is {value!r}; expected a whole number, at least 1. Leave it out for all.")
+                raise ValueError(
+                    f"`{key}` is {value!r}; expected a whole number of at least 1. Leave `{key}` out for the default."
+                )
 
 
 @dataclass(frozen=True)

@@ -68,8 +68,8 @@ class Task:
             if (path := data / f"{self.name}{suffix}").is_file():
                 return path
         raise FileNotFoundError(
-            f"There is no {self.name}.jsonl.gz in {data}. Put it there, pass another folder with `--data`, or leave "
-            f"out `--data` to load {self.hub_id} from the Hub."
+            f"There is no {self.name}.jsonl.gz in {data}. Put this file there, pass another folder with `--data`, or "
+            f"leave out `--data` to load {self.hub_id} from the Hub."
         )
 
     def _from_hub(self) -> list[Row]:
@@ -112,8 +112,8 @@ def wrong_passages(rows: list[Row], title: str) -> list[Row]:
         if (passages := next(wrong, None)) is None:
             raise ValueError(
                 f"The floor of {title} cannot be measured: no other question has passages that are unrelated to "
-                f"{row['question']!r} (each of them answers this question or belongs to it). Use more questions "
-                "(`-n`), or leave out `--floor`."
+                f"{row['question']!r} (the passages of each other question answer this question or belong to it). Use "
+                "more questions (`-n`), or leave out `--floor`."
             )
         changed.append(row | {"passages": passages})
     return changed

@@ -53,8 +53,8 @@ class TokenBatches(Sampler[list[tuple[int, int | str]]]):
         longest = max(int(sizes.max()) for sizes in lengths.values())
         if longest > batch_tokens:
             raise ValueError(
-                f"`batch_tokens` is {batch_tokens}, but the longest example has {longest} positions. Raise "
-                "`batch_tokens`, or lower `max_tokens`."
+                f"`batch_tokens` is {batch_tokens}, but the longest example has {longest} positions (tokens and "
+                f"slots). Raise `batch_tokens` to at least {longest}, or lower `max_tokens` to leave out long examples."
             )
         self.lengths, self.compressions, self.batch_tokens = lengths, compressions, batch_tokens
         self.num_batches, self.seed = num_batches, seed

@@ -57,16 +57,20 @@ class CocomArguments:
 
     Args:
         model_name_or_path (`str`): The base model.
-        train_file (`str`): Rows with questions or, if `asks` is false, with passages; a source as in `common/rows.py`.
-        max_train_samples (`int`): Number of shuffled rows to train on.
-        start_from (`str`, *optional*): Folder of a finished run whose weights this run starts from.
+        train_file (`str`): Training data: a JSON Lines or Parquet file, or a data set of the Hub (docs/training.md
+            describes the formats). Its rows have questions, passages and answers or, if `asks` is false, passages.
+        max_train_samples (`int`): Maximum number of rows to train on; they are drawn at random.
+        start_from (`str`, *optional*): Folder of a finished run whose weights this run starts from. Default: new
+            weights.
         asks (`bool`): Whether the model learns to answer questions. If false, it learns to repeat the passages.
-        tokens_per_slot (`int`): Number of tokens that a compression token replaces.
-        data_dir (`str`): Folder that a relative path of the data file refers to.
-        max_tokens (`int`): Maximum number of tokens of the passages of a row; rows with more are left out.
-        lora_r (`int`), lora_alpha (`int`): Rank and scale of the LoRA on all linear layers.
-        dtype (`str`): The dtype of the frozen backbone; the trained weights are always float32.
-        attn_implementation (`str`, *optional*): transformers' name of an attention kernel.
+        tokens_per_slot (`int`): Number of tokens of text that one compression token replaces.
+        data_dir (`str`): Folder of `train_file`, if its path is relative.
+        max_tokens (`int`): Maximum number of tokens of all passages of a row; rows with more are left out.
+        lora_r (`int`): Rank of the LoRA, which is on all linear layers.
+        lora_alpha (`int`): Scale of the LoRA.
+        dtype (`str`): The dtype of the base model, which is not trained; the trained weights are always float32.
+        attn_implementation (`str`, *optional*): Attention kernel, by its name in transformers, such as `"sdpa"`.
+            Default: transformers chooses.
     """
 
     model_name_or_path: str
@@ -213,7 +217,7 @@ def tokenize(row: Row, tokenizer, asks: bool) -> dict[str, Any]:
     if not conversation.startswith(prompt):
         raise ValueError(
             f"The chat template writes the prompt of row {row['id']} differently if an answer follows, so the answer "
-            "cannot be separated from the prompt. Choose another `chat_template_path`."
+            "cannot be separated from the prompt. Set `chat_template_path` to the file of another template."
         )
 
     def ids_of(text: str) -> list[int]:
@@ -237,12 +241,14 @@ def build_dataset(recipe: CocomArguments, tokenizer, seed: int) -> datasets.Data
         if len(examples) == recipe.max_train_samples:
             break
     logger.info(
-        "%d examples; left out %d with more than %d tokens of passages", len(examples), num_long, recipe.max_tokens
+        "%d examples; left out %d whose passages have more than %d tokens (`max_tokens`)",
+        *(len(examples), num_long, recipe.max_tokens),
     )
     if not examples:
         raise ValueError(
-            f"{recipe.train_file} has no usable row; expected passages of at most {recipe.max_tokens} tokens in all "
-            "and, if `asks` is true, a question with an answer. Raise `max_tokens`, or choose another `train_file`."
+            f"{recipe.train_file} has no usable row; expected rows with passages of at most {recipe.max_tokens} tokens "
+            f"in all{' and a question with an answer' if recipe.asks else ''}. Raise `max_tokens`, or choose another "
+            "`train_file`."
         )
     return datasets.Dataset.from_list(examples)
 
@@ -323,14 +329,14 @@ def start_model(recipe: CocomArguments, base) -> CompressingModel:
     folder = Path(recipe.start_from)
     if not (folder / CONFIG_NAME).exists():
         raise ValueError(
-            f"`start_from` is {folder}, which is not the folder of a finished run: it has no {CONFIG_NAME}. Finish "
-            "that run first, or leave `start_from` out."
+            f"`start_from` is {folder}, but this folder has no {CONFIG_NAME}, so it contains no finished run. Finish "
+            "that run, or set `start_from` to the folder of a finished one, or leave `start_from` out."
         )
     model = CompressingModel.load(base, folder, is_trainable=True)
     if model.tokens_per_slot != recipe.tokens_per_slot:
         raise ValueError(
             f"`tokens_per_slot` is {recipe.tokens_per_slot}, but {folder} was trained with {model.tokens_per_slot}. "
-            "Use a run with the same `tokens_per_slot` in `start_from`."
+            "Set `start_from` to a run with the same `tokens_per_slot`, or change `tokens_per_slot`."
         )
     return model
 

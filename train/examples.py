@@ -168,8 +168,8 @@ def open_corpus(
     columns = set(dataset.column_names)
     if asks and "question" not in columns:
         raise ValueError(
-            f"{source} has no questions, which stages II and III need; expected rows with all of the keys "
-            f"{', '.join(ROW_FIELDS)}, or rows of HotpotQA. Choose another source."
+            f"{source} has no column `question`, which the stages `grounding` and `gating` need; expected rows with "
+            f"all of the keys {', '.join(ROW_FIELDS)}, or rows of HotpotQA. Choose another file or data set."
         )
     is_text = _are_texts(columns)
     if "passages" in columns:
@@ -206,8 +206,8 @@ def _check_columns(source: str, columns: Collection[str], options: dict[str, str
     if missing := [options[key] for key in ("text", "title") if options[key] and options[key] not in columns]:
         raise ValueError(
             f"{source} has the columns {', '.join(sorted(columns))}, but not {', '.join(missing)}; expected either "
-            f"questions (with all of the columns {', '.join(ROW_FIELDS)}, or with HotpotQA's columns), or texts in a "
-            "column that the source names. If they are in the column `body`, append `?text=body` to the source."
+            f"questions (with all of the columns {', '.join(ROW_FIELDS)}, or with HotpotQA's columns), or texts in one "
+            "column. If the texts are in the column `body`, append `?text=body` to the name of the file or data set."
         )
 
 
@@ -304,7 +304,10 @@ def open_part(
     if not len(corpus):
         raise ValueError(
             f"`validation_share` is {share}, which leaves no row of {source} for "
-            f"{'validation' if held_out else 'training'}. Change `validation_share`, or choose other files."
+            f"{'validation' if held_out else 'training'}. Change `validation_share`, or choose a file with more "
+            "articles."
+            if share
+            else f"{source} has no rows. Choose another file or data set."
         )
     return corpus
 
@@ -498,7 +501,8 @@ class ExampleBuilder:
             if prompt[0] != conversation[0] or conversation_ids[: len(prompt_ids)] != prompt_ids:
                 raise ValueError(
                     f"The chat template writes the prompt of row {row_id} differently if an answer follows, so the "
-                    "answer cannot be separated from the prompt. Choose another `chat_template_path`."
+                    "answer cannot be separated from the prompt. Set `chat_template_path` to the file of another "
+                    "template."
                 )
             target = self._end_of_turn(conversation_ids[len(prompt_ids) :])
             turn = {"input_ids": prompt_ids + target, "labels": [-100] * len(prompt_ids) + target}
@@ -581,7 +585,8 @@ class ExampleSelector:
         """
         if not sources or any(weight <= 0 for weight in sources.values()):
             raise ValueError(
-                f"The data files and their weights are {sources}; expected at least one file, and weights above 0."
+                f"The data files with their weights are {sources}; expected at least one file, and weights above 0. "
+                "Correct `train_files`, `eval_files` or `reconstruction_files` in the recipe."
             )
         total = sum(sources.values())
         shares = {source: weight / total for source, weight in sources.items()}
@@ -593,7 +598,7 @@ class ExampleSelector:
         size = (max if oversample else min)(len(examples[source]) / share for source, share in shares.items())
         if max_examples is not None and size < max_examples - len(sources):
             logger.warning(
-                "%s: there are only %d of the %d examples that the recipe asks for.",
+                "%s: there are only %d of the %d examples that the recipe asks for, so fewer are used.",
                 ", ".join(sources),
                 size,
                 max_examples,
@@ -602,12 +607,11 @@ class ExampleSelector:
         empty = [source for source in sources if not len(examples[source])]
         if empty or not sum(counts.values()):
             reasons = [self._why_empty(source, left_out[source]) for source in empty if left_out[source]]
-            number = "all" if max_examples is None else max_examples
-            limits = f"`max_tokens`: {self.builder.max_tokens}, number of examples: {number}"
+            number = "any number of" if max_examples is None else f"at most {max_examples}"
             raise ValueError(
                 " ".join(reasons)
-                or f"No examples can be made from {', '.join(sources)} ({limits}). Raise these numbers, or choose "
-                "other files."
+                or f"No examples can be made from {', '.join(sources)}; the recipe asks for {number} examples of at "
+                f"most {self.builder.max_tokens} tokens (`max_tokens`). Raise these limits, or choose other files."
             )
         if oversample:
             examples = {source: self._repeat(source, examples[source], counts[source]) for source in sources}
@@ -642,11 +646,11 @@ class ExampleSelector:
                 if any(problem.startswith("longer") for problem in left_out)
                 else "Complete the rows"
             )
-            return f"No examples in {source}: {problems}. {advice}, or choose another file."
+            return f"{source} has no usable row: {problems}. {advice}, or choose another file."
         keys = list(next(read_json_lines(path)))
         return (
-            f"No examples in {source}: {problems}. The keys of its first row are {', '.join(keys)}; expected "
-            f"{', '.join(ROW_FIELDS)}. Correct the rows, or choose another file."
+            f"{source} has no usable row: {problems}. Its first row has the keys {', '.join(keys)}; expected the keys "
+            f"{', '.join(ROW_FIELDS)}, with values that are not empty. Correct the rows, or choose another file."
         )
 
     def preview(self, source: str) -> tuple[int, list[int]]:
@@ -837,7 +841,7 @@ class _ExampleMaker:
         builder, limit = self.builder, self.builder.max_tokens or math.inf
         asks = self.recipe.asks_questions
         for example in builder.question_examples(rows) if asks else builder.reconstruction_examples(rows):
-            too_long = f"longer than {limit} tokens (`max_tokens`, or the backbone's `max_position_embeddings`)"
+            too_long = f"longer than {limit} tokens (`max_tokens`, or the base model's `max_position_embeddings`)"
             yield example | {"problem": too_long if example["length"] > limit else ""}
 
 

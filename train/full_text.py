@@ -47,16 +47,19 @@ class FullTextArguments:
 
     Args:
         model_name_or_path (`str`): The base model.
-        train_file (`str`): Rows with questions, passages and answers; a source as in `common/rows.py`.
-        max_train_samples (`int`): Number of shuffled rows to train on.
-        data_dir (`str`): Folder that a relative path of the data file refers to.
+        train_file (`str`): Training data with questions, passages and answers: a JSON Lines or Parquet file, or a data
+            set of the Hub (docs/training.md describes the formats).
+        max_train_samples (`int`): Maximum number of rows to train on; they are drawn at random.
+        data_dir (`str`): Folder of `train_file`, if its path is relative.
         max_tokens (`int`): Maximum number of tokens of an example; longer ones are left out.
-        lora_r (`int`), lora_alpha (`int`): Rank and scale of the LoRA on all linear layers.
-        passage_attention (`str`): With `"separate"`, the passages of a prompt do not attend to each other.
-        distractors (`float`): Share of rows that get 1 to 4 of the passages nearest to their question, without the
-            answer.
-        writes (`str`): What the model writes: `"answer"`, or `"question"` for an answer from the passage and a question
-            for this answer, each on a line (for `train/made_questions.py`).
+        lora_r (`int`): Rank of the LoRA, which is on all linear layers.
+        lora_alpha (`int`): Scale of the LoRA.
+        passage_attention (`str`): `"joint"`: a passage attends to those before it. `"separate"`: passages do not attend
+            to each other.
+        distractors (`float`): Share of rows, from 0 to 1, to which passages without the answer are added: 1 to 4 of
+            those in `train_file` that are most similar to the question (BM25).
+        writes (`str`): What the model learns to write from the passages: `"answer"`, the answer to the question; or
+            `"question"`, first an answer and on the next line a question for it, as `train/made_questions.py` needs.
     """
 
     model_name_or_path: str
@@ -75,8 +78,8 @@ class FullTextArguments:
             raise ValueError(f"`writes` is {self.writes!r}; expected one of {', '.join(WRITES)}.")
         if self.writes == "question" and self.passage_attention == "separate":
             raise ValueError(
-                "`passage_attention: separate` has no effect with `writes: question`, which uses one passage. Leave "
-                "`passage_attention` out."
+                "`passage_attention` is 'separate', but with `writes: question` the passages of a row are joined into "
+                "one text. Leave `passage_attention` out, or set `writes` to answer."
             )
         if self.passage_attention not in PASSAGE_ATTENTIONS:
             raise ValueError(
@@ -116,11 +119,16 @@ def build_dataset(recipe: FullTextArguments, tokenizer, seed: int) -> datasets.D
             num_long += 1
         if len(examples) == recipe.max_train_samples:
             break
-    logger.info("%d examples; left out %d longer than %d tokens", len(examples), num_long, recipe.max_tokens)
+    logger.info(
+        "%d examples; left out %d that have more than %d tokens (`max_tokens`)",
+        *(len(examples), num_long, recipe.max_tokens),
+    )
     if not examples:
         raise ValueError(
-            f"{recipe.train_file} has no row with a question, an answer, a passage and at most {recipe.max_tokens} "
-            "tokens. Raise `max_tokens`, or choose another `train_file`."
+            f"{recipe.train_file} has no usable row; expected rows with a question"
+            f"{' that ends with a question mark' if recipe.writes == 'question' else ''}, an answer and a passage, "
+            f"which together have at most {recipe.max_tokens} tokens. Raise `max_tokens`, or choose another "
+            "`train_file`."
         )
     return datasets.Dataset.from_list(examples)
 
@@ -140,7 +148,7 @@ def tokenize(row: Row, tokenizer, is_separate: bool = False, writes: str = "answ
     if not conversation.startswith(prompt):
         raise ValueError(
             f"The chat template writes the prompt of row {row['id']} differently if an answer follows, so the answer "
-            "cannot be separated from the prompt. Choose another `chat_template_path`."
+            "cannot be separated from the prompt. Set `chat_template_path` to the file of another template."
         )
 
     def ids_of(text: str) -> list[int]:

@@ -60,7 +60,7 @@ class TextReader:
         if not Path(folder, CONFIG_NAME).exists():
             raise ValueError(
                 f"{folder} has no {CONFIG_NAME}, so it is not the folder of a finished run of `python -m "
-                "arcaligner.train.full_text`. Pass such a folder."
+                "arcaligner.train.full_text`. Pass the folder of such a run."
             )
         model = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=default_dtype(device))
         self.model = model.merge_and_unload().eval().to(device)
@@ -148,7 +148,7 @@ def make_questions(maker: TextReader, rows: Sequence[Row], number: int) -> tuple
                 continue
             question, answer = parsed
             if normalize_answer(answer) in answers:
-                left_out["an answer that another question has"] += 1
+                left_out["an answer that another question about the paragraph has"] += 1
                 continue
             answers.add(normalize_answer(answer))
             new_rows.append(
@@ -199,24 +199,35 @@ def make_file(
 
 def main(
     maker: Annotated[
-        Path, typer.Option(help="Folder of the LoRA that writes questions, trained with question_maker.yaml.")
+        Path,
+        typer.Option(
+            help="Folder of the LoRA that writes questions, trained with "
+            "train/recipes/smollm2_135m/question_maker.yaml."
+        ),
     ],
     reader: Annotated[
-        Path, typer.Option(help="Folder of the LoRA that answers from text, trained with full_text.yaml.")
+        Path,
+        typer.Option(
+            help="Folder of the LoRA that answers from text, trained with train/recipes/smollm2_135m/full_text.yaml."
+        ),
     ],
     data: Annotated[str, typer.Option("--data", "--data-dir", help="Folder of the data files.")] = "data",
-    paragraphs: Annotated[str, typer.Option(help="File of the paragraphs in `--data`.")] = "recon_train.jsonl.gz",
+    paragraphs: Annotated[
+        str, typer.Option(help="File in the folder `--data` with the paragraphs to write questions about.")
+    ] = "recon_train.jsonl.gz",
     question_files: Annotated[
         list[str],
         typer.Option(
-            "--asked", help="File in `--data` whose paragraphs have questions and are left out. Can be repeated."
+            "--asked",
+            help="File in the folder `--data` with paragraphs that have questions already. No questions are written "
+            "about these paragraphs. Can be repeated.",
         ),
     ] = ["train_qa.jsonl.gz", "train_extra.jsonl.gz"],  # noqa: B006
     output: Annotated[Path, typer.Option(help="File in which the questions are saved.")] = Path(
         "data/made_qa.jsonl.gz"
     ),
-    limit: Annotated[int | None, typer.Option("-n", help="Number of paragraphs. Default: all.", min=1)] = None,
-    questions: Annotated[int, typer.Option(help="Maximum number of questions about a paragraph.", min=1)] = 3,
+    limit: Annotated[int | None, typer.Option("-n", help="Maximum number of paragraphs. Default: all.", min=1)] = None,
+    questions: Annotated[int, typer.Option(help="Maximum number of questions about each paragraph.", min=1)] = 3,
     device: Annotated[str, typer.Option(help="Device of the models: cpu or cuda.")] = "cpu",
     batch_tokens: Annotated[
         int, typer.Option(help="Maximum number of tokens per batch; 500,000 fit on a GPU with 80 GB.")
@@ -231,8 +242,9 @@ def main(
     selected = without_questions(read_rows(find_file(paragraphs, data)), known)[:limit]
     models = (TextReader(folder, device, batch_tokens) for folder in (maker, reader))
     counts = make_file(output, selected, *models, questions, seed)
-    table = markdown_table(["kept, or reason for leaving it out", "number"], counts.most_common())
-    print("\n".join([counted(len(selected), "paragraph"), "", *table, "", f"Written to {output}."]))
+    table = markdown_table(["questions kept, or why they were left out", "number"], counts.most_common())
+    saved = f"The kept questions were written to {output}."
+    print("\n".join([counted(len(selected), "paragraph"), "", *table, "", saved]))
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from ..processing_arcaligner import ArcAlignerProcessor
 from .distractors import needed_and_others
 from .num_passages import CACHE_BYTES, FITTED, mixed_rows
 from .recipe import RecipeArguments
-from .validate import load_mean, question_rows, read_recipe
+from .validate import ALIGNER_HELP, RECIPE_HELP, load_mean, question_rows, read_recipe
 
 BATCH = 64  # questions that are encoded together
 SCORED = 8  # questions whose passages are scored together
@@ -97,8 +97,8 @@ def fit_questions(
     measured = {
         "AUROC of multi-hop questions": roc_auc_score(held_out_several, predicted),
         "AUROC of multi-hop questions, from the wording alone": roc_auc_score(held_out_several, evidence[:, 0]),
-        "multi-hop questions found, %": 100 * is_found[held_out_several].mean(),
-        "other questions wrongly found, %": 100 * is_found[~held_out_several].mean(),
+        "multi-hop questions that were recognized, %": 100 * is_found[held_out_several].mean(),
+        "other questions that were taken for multi-hop questions, %": 100 * is_found[~held_out_several].mean(),
     }
     bias = float(scale * wording.intercept_[0] + both.intercept_[0]) - needed
     return np.append(scale * wording.coef_[0], weight), bias, measured
@@ -129,9 +129,9 @@ def fit_pairs(
         return 100 * float(np.mean(is_first))
 
     measured = {
-        "pairs of passages found, %": first(predicted, range(half)),
-        "pairs of passages found without titles, %": first(predicted, range(half, 2 * half)),
-        "pairs of passages found by their log-odds alone, %": first(features[:, 0], range(half)),
+        "questions whose two passages were found, %": first(predicted, range(half)),
+        "questions whose two passages were found without titles, %": first(predicted, range(half, 2 * half)),
+        "questions whose two passages were found by their scores alone, %": first(features[:, 0], range(half)),
     }
     return regression.coef_[0] / scaler.scale_, measured
 
@@ -154,10 +154,10 @@ def fit_multihop(
     one = [len(part) - count for part, count in zip((rows, held_out), several, strict=True)]
     if min(len(pairs), *several, *one) < FOLDS:
         raise ValueError(
-            f"Too few questions to fit the multi-hop head. Training: {several[0]} need several passages, {one[0]} need "
-            f"one. Held out: {several[1]} need several, {len(pairs)} exactly two, {one[1]} one. Expected at least "
-            f"{FOLDS} of each kind. Raise `-n` and `--held-out`, or add multi-hop questions, such as HotpotQA's, to "
-            "`train_files`."
+            f"Too few questions to fit the multi-hop head. Of the training questions, {several[0]} need several "
+            f"passages, and {one[0]} need one. Of the held-out questions, {several[1]} need several, {len(pairs)} "
+            f"exactly two, and {one[1]} one. Expected at least {FOLDS} of each kind. Raise `-n` and `--held-out`, or "
+            "add a file of multi-hop questions, such as HotpotQA's, to `train_files` in the recipe."
         )
     odds = top_odds(score_rows(model, processor, held_out)).numpy()
     weight, bias, measured = fit_questions(processor, rows, held_out, odds)
@@ -171,16 +171,21 @@ def fit_multihop(
 
 
 def main(
-    recipe: Annotated[Path, typer.Option(help="Recipe file of a stage, whose data and held-out articles are used.")],
-    aligner: Annotated[Path, typer.Option(help="Folder of an aligner with a fitted answerability head.")],
-    number: Annotated[int, typer.Option("-n", help="Number of training questions.")] = 20_000,
-    held_out: Annotated[int, typer.Option(help="Number of held-out questions.")] = 1000,
+    recipe: Annotated[Path, typer.Option(help=RECIPE_HELP)],
+    aligner: Annotated[
+        Path,
+        typer.Option(help=f"{ALIGNER_HELP} The multi-hop head is saved in this folder."),
+    ],
+    number: Annotated[
+        int, typer.Option("-n", help="About how many training questions the head is fitted to.")
+    ] = 20_000,
+    held_out: Annotated[int, typer.Option(help="About how many questions about held-out articles to use.")] = 1000,
     data_dir: Annotated[
         str | None, typer.Option(help="Folder of the data files. Default: `data_dir` of the recipe.")
     ] = None,
 ) -> None:
-    """Fit the multi-hop head, which decides whether a question needs two passages, and which two. Print how often it is
-    right on questions about held-out articles."""
+    """Fit the multi-hop head, which decides whether a question needs two passages, and which two. Print how often the
+    head is right on questions about held-out articles."""
     model, processor = load_mean([aligner])
     Answerer(model, processor).check_can_score("A multi-hop head")
     data = read_recipe(recipe, data_dir)

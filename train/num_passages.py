@@ -13,6 +13,7 @@ The questions are about half of the held-out articles; the head is fitted on the
 
 import math
 import random
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -30,10 +31,17 @@ from ..processing_arcaligner import ArcAlignerProcessor
 from .distractors import NearestPassages, needed_and_others
 from .examples import open_part
 from .recipe import RecipeArguments
-from .validate import load_mean, question_rows, read_recipe
+from .validate import ALIGNER_HELP, RECIPE_HELP, load_mean, question_rows, read_recipe
 
 SIZES = 2, 3, 5
 WAYS = "top-ranked", "two", "three if unsure", "as needed", "all", "all, weighted", "needed"
+# What the columns of the table mean, as far as their titles do not say it.
+LEGEND = (
+    "Columns: which passages the answers come from. two: the two top-ranked passages. three if unsure: three, if the "
+    "top-ranked passage is unlikely to contain the answer, else only this one. as needed: one or two, as the multi-hop "
+    "head decides (the default of the pipeline). all, weighted: attention to each passage is weighted by its score. "
+    "needed: exactly the passages that the answer needs."
+)
 FITTED, MEASURED = 0, 1  # halves of the held-out articles: the one of `train/multihop.py`, and the one of this table
 UNSURE = 0.5  # answerability of the top-ranked passage, below which three are used
 CACHE_BYTES = 2**30
@@ -111,22 +119,26 @@ def table(rows: Sequence[Row], scores: np.ndarray) -> str:
 
 
 def main(
-    recipe: Annotated[Path, typer.Option(help="Recipe file of a stage, whose data and held-out articles are used.")],
-    aligner: Annotated[Path, typer.Option(help="Folder of an aligner with a fitted answerability head.")],
+    recipe: Annotated[Path, typer.Option(help=RECIPE_HELP)],
+    aligner: Annotated[
+        Path, typer.Option(help=f"{ALIGNER_HELP} For the column `as needed`, it also needs a multi-hop head.")
+    ],
     rates: Annotated[
         str, typer.Option(help="Values of `tokens_per_slot`, separated by commas, such as 2,4,segment.")
     ] = "2",
-    number: Annotated[int, typer.Option("-n", help="Number of questions.")] = 150,
+    number: Annotated[int, typer.Option("-n", help="About how many questions to answer.")] = 150,
     data_dir: Annotated[
         str | None, typer.Option(help="Folder of the data files. Default: `data_dir` of the recipe.")
     ] = None,
 ) -> None:
-    """Print the F1 of answers from the top-ranked passages, from all passages, and from those that are needed."""
+    """Print the F1 of answers to questions about held-out articles: from the top-ranked passages, from all passages,
+    and from those that the answer needs."""
     rows = mixed_rows(read_recipe(recipe, data_dir), number, MEASURED)
     model, processor = load_mean([aligner])
     for compression in rates.split(","):
         scores = answers_by_way(model, processor, rows, int(compression) if compression.isdecimal() else compression)
         print(f"F1 in percent, with `tokens_per_slot` {compression}\n\n{table(rows, scores)}\n", flush=True)
+    print("\n".join(textwrap.wrap(LEGEND, 120)))
 
 
 if __name__ == "__main__":

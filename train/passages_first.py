@@ -253,21 +253,21 @@ def check_passages_first(
     the model does not have."""
     if model.config.passage_attention != "separate":
         raise ValueError(
-            f"`passage_attention` is {model.config.passage_attention!r}, so slots attend to other passages, but "
-            "`passages_first` needs independent passages. Set `aligner: {passage_attention: separate}`, or leave "
-            "`passages_first` out."
+            f"`passage_attention` is {model.config.passage_attention!r}, so passages attend to earlier ones, but "
+            "`passages_first` needs passages that do not attend to each other. Set `aligner: {passage_attention: "
+            "separate}`, or leave `passages_first` out."
         )
     check_can_separate(model.config.text_config)
     num_layers = model.config.text_config.num_hidden_layers
     if attention_layers and not are_layers([*attention_layers], num_layers):
         raise ValueError(
-            f"`attention_loss_layers` is {[*attention_layers]}; expected layers from 0 to {num_layers - 1}, in "
-            "ascending order and without repetition."
+            f"`attention_loss_layers` is {[*attention_layers]}; expected numbers of layers from 0 to {num_layers - 1}, "
+            "in ascending order and without repetition."
         )
     if args is not None and args.gradient_checkpointing:
         raise ValueError(
-            "`activation_checkpointing` (formerly `gradient_checkpointing`) stores no keys and values, but "
-            "`passages_first` needs them. Leave one of the two out."
+            "`activation_checkpointing` (in older versions of transformers `gradient_checkpointing`) is true, so no "
+            "keys and values are stored, but `passages_first` needs keys and values. Leave one of the two out."
         )
 
 

@@ -358,9 +358,10 @@ def lines_of(plans: list[StagePlan], tokens_per_second: float | None = None) -> 
             "optimizer step": _step_of(plan),
             "steps": "unknown" if plan.steps is None else f"{plan.steps:,}",
             "memory per GPU": f"{plan.bytes_needed / GIB:.1f} GiB with activation checkpointing {checkpointing}: "
-            f"backbone {memory.backbone / GIB:.1f}, encoder {memory.encoder / GIB:.1f}, aligner with gradients and "
-            f"Adam {memory.aligner / GIB:.1f}, activations of the longest rows {activations / GIB:.1f}",
-            "with checkpointing": f"{checkpointed / GIB:.1f} GiB, activations {memory.with_checkpointing / GIB:.1f}",
+            f"base model {memory.backbone / GIB:.1f}, encoder {memory.encoder / GIB:.1f}, aligner with gradients and "
+            f"Adam's moments {memory.aligner / GIB:.1f}, activations of the longest examples {activations / GIB:.1f}",
+            "with checkpointing": f"{checkpointed / GIB:.1f} GiB, of which activations "
+            f"{memory.with_checkpointing / GIB:.1f}",
             "disk": f"{sum(plan.gigabytes.values()):.1f} GB: {disk}",
         }
         if tokens_per_second is not None:
@@ -391,8 +392,9 @@ def _of_this_machine(plans: list[StagePlan]) -> list[str]:
     line = f"{torch.cuda.get_device_name()}: {free / GIB:.1f} of {total / GIB:.1f} GiB are free"
     if needed <= free:
         return [f"{line}, which is enough."]
-    busy = " Another process uses the rest; wait until it ends." if needed <= total else ""
+    busy = " Other processes use the rest; wait until they end." if needed <= total else ""
     return [
-        f"{line}, but {needed / GIB:.1f} GiB are needed.{busy} `-- --activation_checkpointing true` or a smaller "
-        "`--per_device_train_batch_size` takes less memory and gives the same aligner."
+        f"{line}, but {needed / GIB:.1f} GiB are needed.{busy} To use less memory, append `-- "
+        "--activation_checkpointing true` to the command, which gives the same aligner, or lower "
+        "`per_device_train_batch_size`."
     ]

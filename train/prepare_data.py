@@ -126,8 +126,8 @@ def _converted(source: Source, stream: datasets.IterableDataset) -> Iterator[Row
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(
                 f"{source.place} has a row in an unexpected format ({type(error).__name__}: {error}), with the keys "
-                f"{', '.join(sorted(row))}. Leave the data set out with `--limit {source.name}=0`, or use another "
-                "version of it."
+                f"{', '.join(sorted(row))}. Leave the data set out with `--limit {source.name}=0`, or pass `--copies "
+                "FOLDER` with copies of the data sets in the expected format."
             ) from error
         yield from (row for row in rows if any(passage["text"].strip() for passage in row["passages"]))
 
@@ -243,13 +243,15 @@ def main(
     limit: Annotated[
         list[str] | None,
         typer.Option(
-            help="Maximum number of rows of a data set, such as squad=5000; 0 leaves it out. Can be repeated."
+            help="Maximum number of rows of a data set, such as squad=5000; 0 leaves the data set out. Can be "
+            f"repeated. The data sets: {', '.join(source.name for source in SOURCES)}."
         ),
     ] = None,
     copies: Annotated[
         Path | None,
         typer.Option(
-            help="Folder with copies of the data sets, such as FOLDER/rajpurkar/squad. Default: download them.",
+            help="Folder with a copy of each data set under the name of its repository, such as "
+            "FOLDER/rajpurkar/squad. Default: download them.",
             exists=True,
         ),
     ] = None,

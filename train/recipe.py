@@ -84,55 +84,63 @@ class RecipeArguments:
     data files are relative to `data_dir`.
 
     Args:
-        stage (`str`): `"reconstruction"`, `"grounding"` or `"gating"`. It decides the data, the prompt and which parts
-            are trained.
+        stage (`str`): Stage of the training: `"reconstruction"` (I), `"grounding"` (II) or `"gating"` (III). It decides
+            the data, the prompt and which parts are trained.
         model_name_or_path (`str`): A base model for the first stage, the previous stage's `output_dir` for the others.
-        train_files (`dict[str, float]`): Sources and their weights in the mixture. A source is a JSON Lines or Parquet
-            file or a data set of the Hub; see `common/rows.py`.
-        data_dir (`str`): Folder that relative paths of data files refer to.
-        dtype (`str`): The dtype of the frozen backbone; the aligner is always float32. `"auto"` selects the faster
-            of float32 and bfloat16.
+        train_files (`dict[str, float]`): Training data, each entry with its weight: JSON Lines or Parquet files, or
+            data sets of the Hub (docs/training.md describes the formats). The share of an entry in the examples is its
+            weight divided by the sum of the weights.
+        data_dir (`str`): Folder of the data files whose paths are relative.
+        dtype (`str`): The dtype of the base model, which is not trained; the aligner is always float32. `"auto"`
+            selects the faster of float32 and bfloat16.
         aligner (`dict`): Fields of `ArcAlignerConfig` to set, such as `lora_r`.
-        processor (`dict`): Settings of a new processor, such as `sentences_per_segment`; for a base model only.
+        processor (`dict`): Arguments of a new `ArcAlignerProcessor`, such as `sentences_per_segment`, for a stage that
+            starts from a base model. Other stages keep the processor of the model that they start from.
         encoder_lora_r (`int`): Rank of a LoRA that trains the sentence encoder together with the aligner; 0 leaves the
             encoder frozen.
-        max_train_samples (`int`, *optional*): Number of examples to train on.
-        oversample (`bool`): Whether rows of a source are used again, each time with other distractors, if the source
-            has fewer examples than its weight asks for. If false, the mixture shrinks.
-        eval_files (`dict[str, float]`): Sources for the held-out loss, and their weights. Of a file that is also in
-            `train_files`, the held-out articles are used.
-        max_eval_samples (`int`, *optional*): Number of examples for the held-out loss.
-        max_segments (`int`): Maximum number of segments of a reconstruction example.
-        continues (`bool`): Whether reconstruction examples have a second turn, which continues with the next segment.
-        max_tokens (`int`, *optional*): Longer examples are left out, as are those beyond the context of the base model.
-            Questions that share their passages become several examples rather than one that is too long.
-        passage_words (`int`): Number of words of the passages into which texts of a corpus are cut.
-        distractors (`float`): Share of question examples that get 1 to `max_distractors` of the passages nearest to
-            their questions (BM25) without the answer, mixed with their passages in random order. With `max_questions`
-            above 1, a question about each of these distractors is added.
+        max_train_samples (`int`, *optional*): Maximum number of examples to train on. Default: no limit.
+        oversample (`bool`): Whether rows of an entry of `train_files` are used again, each time with other distractors,
+            if the entry has fewer examples than its weight asks for. If false, fewer examples of all entries are used.
+        eval_files (`dict[str, float]`): Data for the loss on held-out examples, with weights as in `train_files`. Of an
+            entry that is also in `train_files`, only rows about held-out articles are used (`validation_share`).
+        max_eval_samples (`int`, *optional*): Maximum number of examples for the loss on held-out examples. Default: no
+            limit.
+        max_segments (`int`): Maximum number of segments (by default sentences) of a reconstruction example.
+        continues (`bool`): Whether reconstruction examples have a second chat turn, in which the model continues the
+            text with the next segment.
+        max_tokens (`int`, *optional*): Maximum number of tokens of an example, slots included. Longer examples are left
+            out, and so are those that exceed the context length of the base model. Questions that share their
+            passages are divided among several examples if they exceed the maximum together.
+        passage_words (`int`): Number of words of a passage, if the data are texts, which are cut into passages.
+        distractors (`float`): Share of the examples with questions, from 0 to 1, to which distractors are added: 1 to
+            `max_distractors` passages that are most similar to the questions (BM25) and do not contain the answers. All
+            passages of an example are in random order. With `max_questions` above 1, the example also gets a question
+            about each distractor for which there is one.
         max_distractors (`int`): Maximum number of distractors of an example.
-        validation_share (`float`): Share of articles (titles) that are held out from training.
+        validation_share (`float`): Share of articles (titles), from 0 to 1, that are held out from training.
         validation_seed (`int`): Seed that selects the articles that are held out.
         max_questions (`int`): Maximum number of questions about the same passages in one example, in addition to those
             about its distractors. The questions share the slots, so a passage is computed once for all of them; each
             question attends to the slots and itself.
-        reconstruction_files (`dict[str, float]`): Sources of the reconstruction examples in stages II and III, and
-            their weights.
-        reconstruction_share (`float`): Share of reconstruction examples in the training set of stages II and III.
-        tokens_per_slot (`list`): Numbers of tokens per slot, or `"segment"`. One entry is drawn for each batch; an
-            entry that is listed twice is drawn twice as often. The entries may differ from those of the stage
-            before.
-        attn_implementation (`str`, *optional*): transformers' name of an attention kernel. On CPUs, the backward pass
-            of `"eager"` is two to three times as fast as that of `"sdpa"` for rows of a few hundred tokens.
+        reconstruction_files (`dict[str, float]`): Data of the reconstruction examples in stages II and III, with
+            weights as in `train_files`.
+        reconstruction_share (`float`): Share of reconstruction examples, from 0 to 1, in the training set of stages II
+            and III.
+        tokens_per_slot (`list`): Numbers of tokens that a slot replaces, or `"segment"` for one slot per segment. One
+            entry is drawn for each batch; an entry that is listed twice is drawn twice as often. The entries may
+            differ from those of the stage before.
+        attn_implementation (`str`, *optional*): Attention kernel, by its name in transformers, such as `"sdpa"`. On
+            CPUs, the backward pass of `"eager"` is two to three times as fast as that of `"sdpa"` for examples of a few
+            hundred tokens. Default: transformers chooses.
         compile_layers (`bool`): Whether the decoder layers are compiled, which takes a minute once and saves time in
             long runs.
         passages_first (`bool`): Whether a step computes the slots of all passages first and then the questions that
             attend to them, so that several passages share a row of a batch. Only for independent passages
             (`passage_attention: separate`) and one process.
-        attention_loss_weight (`float`): With `passages_first`, the weight of the attention loss; see
-            `train/passages_first.py`.
-        attention_loss_layers (`list[int]`): Layers to which the attention loss applies.
-        examples_cache_dir (`str`): Folder of cached tokenized examples, which all stages share.
+        attention_loss_weight (`float`): With `passages_first`, the weight of the attention loss. This loss is low if
+            attention goes to the passages with the answer; see `train/passages_first.py`.
+        attention_loss_layers (`list[int]`): Numbers, from 0, of the layers to which the attention loss applies.
+        examples_cache_dir (`str`): Folder in which tokenized examples are cached. All stages share it.
     """
 
     stage: Literal["reconstruction", "grounding", "gating"]
@@ -183,9 +191,9 @@ class RecipeArguments:
             )
         if self.has_turns and self.attn_implementation not in _MASKED_ATTENTION:
             raise ValueError(
-                f"`attn_implementation` is {self.attn_implementation!r}, which supports neither packed questions "
-                "(`max_questions`) nor `continues`. Set it to 'eager' or 'sdpa', or leave `max_questions` and "
-                "`continues` out."
+                f"`attn_implementation` is {self.attn_implementation!r}, which supports neither several questions in "
+                "an example (`max_questions`) nor `continues`. Set `attn_implementation` to 'eager' or 'sdpa', or "
+                "leave `max_questions` and `continues` out."
             )
         for key in ("max_questions", "max_segments", "passage_words"):
             if getattr(self, key) < 1:
@@ -226,8 +234,8 @@ class RecipeArguments:
             )
         if not self.attention_loss_layers:
             raise ValueError(
-                "`attention_loss_weight` needs `attention_loss_layers`, which is empty. Set `attention_loss_layers` to "
-                "layers, such as [20, 21]."
+                f"`attention_loss_weight` is {self.attention_loss_weight}, but `attention_loss_layers` is empty. Set "
+                "`attention_loss_layers` to numbers of layers, such as [20, 21], or leave `attention_loss_weight` out."
             )
         if self.compile_layers and self.attn_implementation != "eager":
             raise ValueError(
@@ -368,19 +376,20 @@ class AlignerTrainingConfig(SFTConfig):
     Args:
         global_batch_size (`int`, *optional*): Examples per optimizer step, whatever the number of processes;
             `gradient_accumulation_steps` follows from it. Default: the product of `per_device_train_batch_size`,
-            `gradient_accumulation_steps` and processes.
-        batch_tokens (`int`, *optional*): Maximum number of positions of a batch, padding included. Each batch then has
-            as many examples as fit, instead of `per_device_train_batch_size`. Needs `max_steps` and one process; the
-            whole run counts as one epoch.
+            `gradient_accumulation_steps` and the number of processes.
+        batch_tokens (`int`, *optional*): Maximum number of positions (tokens and slots) of a batch, padding included.
+            Each batch then has as many examples as fit, instead of `per_device_train_batch_size`. Needs `max_steps`
+            and one process; the whole run counts as one epoch.
         gate_learning_rate (`float`, *optional*): Learning rate of the gates, which start untrained in stage III.
             Default: `learning_rate`.
-        encoder_learning_rate (`float`, *optional*): Learning rate of an encoder that is trained jointly. Default:
+        encoder_learning_rate (`float`, *optional*): Learning rate of the encoder's LoRA (`encoder_lora_r`). Default:
             `learning_rate`.
-        average_checkpoints (`int`): Number of last checkpoints whose mean weights are the result of the stage (latest
-            weight averaging, https://huggingface.co/papers/2209.14981). After a constant learning rate this replaces a
-            decay, and training can continue. With 0 the result has the weights of the last step.
-        eval_slot_gap (`bool`): Whether to evaluate with the slots of other examples as well. The difference of the two
-            losses is logged as `eval_slot_gap`.
+        average_checkpoints (`int`): Number of the last checkpoints whose weights are averaged at the end of the stage;
+            the stage's result has the mean weights (latest weight averaging,
+            https://huggingface.co/papers/2209.14981). With a constant learning rate, the averaging replaces a decay of
+            the learning rate. With 0 the result has the weights of the last step.
+        eval_slot_gap (`bool`): Whether each evaluation also computes the loss with the slots of other examples. The
+            difference of the two losses is logged as `eval_slot_gap`; a large one means that slots convey content.
     """
 
     max_length: int | None = None
@@ -424,16 +433,18 @@ class AlignerTrainingConfig(SFTConfig):
             "max_length": self.max_length,
             "remove_unused_columns": self.remove_unused_columns,
         }
-        wrong = [f"`{name}={value}`" for name, value in refused.items() if value]
+        wrong = {name: value for name, value in refused.items() if value}
         if wrong:
             raise ValueError(
-                f"{' and '.join(wrong)} would separate slots from their embeddings. Leave such settings out. To "
-                "exclude examples that are too long, set `max_tokens`."
+                f"{' and '.join(f'`{name}={value}`' for name, value in wrong.items())} would separate slots from their "
+                f"embeddings. Leave {' and '.join(f'`{name}`' for name in wrong)} out. To exclude examples that are "
+                "too long, set `max_tokens`."
             )
         if self.eval_slot_gap and self.per_device_eval_batch_size < 2:
             raise ValueError(
                 "`eval_slot_gap` swaps slots between the examples of a batch, but `per_device_eval_batch_size` is "
-                f"{self.per_device_eval_batch_size}. Set `per_device_eval_batch_size` to 2 or more."
+                f"{self.per_device_eval_batch_size}. Set `per_device_eval_batch_size` to 2 or more, or leave "
+                "`eval_slot_gap` out."
             )
         mean, num_saved = self.average_checkpoints, self.save_total_limit
         if mean < 0:
@@ -445,8 +456,8 @@ class AlignerTrainingConfig(SFTConfig):
             )
         if num_saved is not None and 0 < num_saved < mean:  # 0 is no limit
             raise ValueError(
-                f"`average_checkpoints` is {mean}, but `save_total_limit` is {num_saved}, so fewer checkpoints are "
-                f"kept. Set `save_total_limit` to at least {mean}, or `average_checkpoints` to 0."
+                f"`average_checkpoints` is {mean}, but `save_total_limit` is {num_saved}, so only the last {num_saved} "
+                f"are kept. Set `save_total_limit` to at least {mean}, or `average_checkpoints` to 0."
             )
         super().__post_init__()
 
@@ -458,7 +469,7 @@ class AlignerTrainingConfig(SFTConfig):
         if self.max_steps <= 0:
             raise ValueError(
                 f"`max_steps` is {self.max_steps}, but `batch_tokens` needs a number of steps, because the number of "
-                "batches of an epoch varies. Set `max_steps`."
+                "batches of an epoch varies. Set `max_steps` to a number above 0."
             )
         if self.global_batch_size is not None:
             raise ValueError(
@@ -497,8 +508,8 @@ def parse_recipe(script: str, kinds: tuple[type, type], arguments: list[str]) ->
         recipe, args = RecipeParser(kinds).parse_args_and_config(arguments)
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"There is no recipe file {error.filename}. Pass one with `--config`; those of the package are in "
-            f"{Path(__file__).parent / 'recipes'}."
+            f"There is no recipe file {error.filename}. Pass an existing file with `--config`; the recipes of this "
+            f"package are in {Path(__file__).parent / 'recipes'}."
         ) from error
     if isinstance(recipe, RecipeArguments) and args.eval_strategy != "no" and not recipe.eval_files:
         raise ValueError(
@@ -548,11 +559,13 @@ def check_start(recipe: RecipeArguments, processor: ArcAlignerProcessor, start: 
     name = recipe.model_name_or_path
     start_stage = BASE_MODEL if start is None else start.training_stage
     if start_stage is not None and start_stage not in STARTS[recipe.stage]:  # a checkpoint made by hand names no stage
-        kind = f"{start_stage} checkpoint" if start else start_stage
-        expected = [f"a {start}" if start == BASE_MODEL else f"a {start} checkpoint" for start in STARTS[recipe.stage]]
+        kind, *expected = (
+            f"a {start}" if start == BASE_MODEL else f"the result of stage `{start}`"
+            for start in (start_stage, *STARTS[recipe.stage])
+        )
         raise ValueError(
-            f"Stage `{recipe.stage}` cannot start from {name}, which is a {kind}; expected {' or '.join(expected)}. "
-            "Set `model_name_or_path` to such a model; the `output_dir` of a finished stage contains its checkpoint."
+            f"Stage `{recipe.stage}` cannot start from {name}, which is {kind}; expected {' or '.join(expected)}. Set "
+            "`model_name_or_path` to such a model; the result of a finished stage is in its `output_dir`."
         )
     if start is None:
         return
@@ -562,6 +575,6 @@ def check_start(recipe: RecipeArguments, processor: ArcAlignerProcessor, start: 
         wanted = (recipe.processor | recipe.aligner)[key]
         if wanted != was:
             raise ValueError(
-                f"`{key}` is {wanted!r} in the recipe, but {name} was trained with {was!r}. Leave `{key}` out, or "
-                "train again from stage I with the new value."
+                f"`{key}` is {wanted!r} in the recipe, but {name}, from which this stage starts, was trained with "
+                f"{was!r}. Leave `{key}` out, or train again from stage I with the new value."
             )

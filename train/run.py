@@ -93,10 +93,15 @@ def check_settings(folder: Path, settings: str) -> None:
     may_change |= {"model_name_or_path"} if len(starts) == 1 else set()  # however its path is spelled
     changed = [key for key in {**was, **now} if key not in may_change and was.get(key) != now.get(key)]
     if changed:
-        differences = ", ".join(f"`{key}` was {was.get(key)!r} and is now {now.get(key)!r}" for key in changed)
+
+        def shown(keys: dict[str, Any], key: str) -> str:
+            return "not set" if keys.get(key) is None else repr(keys[key])
+
+        differences = ", ".join(f"`{key}` was {shown(was, key)} and is now {shown(now, key)}" for key in changed)
         raise ValueError(
-            f"The run in {folder} was started with different settings: {differences}. Delete the folder to train "
-            "again, or choose another one with `--output` of `arcaligner train` or `output_dir` of the recipe."
+            f"The run in {folder} was started with different settings: {differences}. Restore these settings to "
+            "continue the run. To train again, delete the folder, or choose another one with `--output` of `arcaligner "
+            "train` or `output_dir` of the recipe."
         )
 
 
@@ -247,8 +252,9 @@ def last_checkpoints(output_dir: str | Path, number: int) -> list[Path]:
     folders = [folder for folder in whole if (folder / SAFE_WEIGHTS_NAME).exists()][:number]
     if not folders:
         raise ValueError(
-            f"No checkpoint in {output_dir} has a {SAFE_WEIGHTS_NAME}, so none can be averaged. Save checkpoints with "
-            "`save_steps`, each with its weights in one file."
+            f"No complete checkpoint in {output_dir} has a {SAFE_WEIGHTS_NAME}, so there are no weights to average. "
+            "Save checkpoints with `save_steps`; with FSDP, also set `fsdp_state_dict_type` to FULL_STATE_DICT, as in "
+            "train/accelerate/fsdp2.yaml."
         )
     return folders
 

@@ -224,8 +224,9 @@ class AlignerTrainer(SFTTrainer):
     ):
         if any(parameter.is_meta for parameter in model.parameters()):
             raise ValueError(
-                "The model has no weights in this process, because `fsdp_cpu_ram_efficient_loading` is true. Set it to "
-                "false, as in train/accelerate/fsdp2.yaml; the weights of a new aligner are in no file."
+                "The model has no weights in this process, because `fsdp_cpu_ram_efficient_loading` is true in the "
+                "configuration of accelerate, so that only the first process loads weights. Set this key to false, as "
+                "in train/accelerate/fsdp2.yaml."
             )
         if isinstance(kwargs.get("data_collator"), PassagesFirstCollator):
             check_passages_first(model, kwargs.get("args"), attention_loss_layers)
@@ -243,8 +244,8 @@ class AlignerTrainer(SFTTrainer):
             raise ValueError("DeepSpeed is not supported. Use `--accelerate fsdp2`, which shards the model as well.")
         if encoder_weights and self.is_fsdp_enabled:
             raise ValueError(
-                "`encoder_lora_r` trains the encoder jointly, but FSDP would shard its weights. Leave `encoder_lora_r` "
-                "out, or train on one device or with `--accelerate ddp`."
+                "`encoder_lora_r` is set, so the encoder is trained, but FSDP would shard the weights of its LoRA. "
+                "Leave `encoder_lora_r` out, or train on one device or with `--accelerate ddp`."
             )
         # A sharded head is gathered during its own call only.
         self.skip_logits = not self.is_fsdp_enabled
@@ -347,7 +348,8 @@ class AlignerTrainer(SFTTrainer):
             )
         except ValueError as error:
             error.add_note(
-                f"The error occurred at step {self.state.global_step}, in the batch with the rows {inputs['row_ids']}."
+                f"The error occurred at step {self.state.global_step}, in the batch of the rows with the ids "
+                f"{inputs['row_ids']}."
             )
             raise
         loss = outputs.loss
@@ -379,7 +381,7 @@ class AlignerTrainer(SFTTrainer):
             )
         except ValueError as error:
             error.add_note(
-                f"The error occurred at step {self.state.global_step}, in the batch with the rows {row_ids}."
+                f"The error occurred at step {self.state.global_step}, in the batch of the rows with the ids {row_ids}."
             )
             raise
         # The loss is divided by the targets of all processes, and gradients are averaged over processes again.
@@ -408,10 +410,11 @@ class AlignerTrainer(SFTTrainer):
         for name, checked in (("loss", losses), ("gradient norm", [] if norm is None else [(norm, rows)])):
             values = [(value.item(), ids) for value, ids in checked]
             infinite = [(value, ids) for value, ids in values if not math.isfinite(value)]
-            if failed := gather_object([f"{value} at step {step} for the rows {ids}" for value, ids in infinite]):
+            failed = [f"{value} at step {step} for the rows with the ids {ids}" for value, ids in infinite]
+            if failed := gather_object(failed):
                 raise ValueError(
-                    f"The {name} is {' and '.join(failed)}; expected a finite number. Check the passages of these "
-                    f"rows, or lower `learning_rate`. Earlier checkpoints are in {self.args.output_dir}."
+                    f"The {name} is {' and '.join(failed)}; expected a finite number. Lower `learning_rate`, or leave "
+                    f"these rows out of the data. Earlier checkpoints are in {self.args.output_dir}."
                 )
 
     @torch.no_grad()

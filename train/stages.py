@@ -107,7 +107,9 @@ def read_stages(
         try:
             keys = read_keys(run_settings(SCRIPT, arguments))
         except (yaml.YAMLError, AttributeError, TypeError) as error:
-            raise ValueError(f"{path} is not YAML with a key and a value on each line: {error}. Correct it.") from error
+            raise ValueError(
+                f"{path} is not YAML that consists of keys and values: {error}. Correct the file."
+            ) from error
         if "output_dir" not in keys:
             raise ValueError(
                 f"{path} has no `output_dir`; expected a folder for the result of the stage. Add `output_dir`."
@@ -132,8 +134,8 @@ def _read_device_keys(folder: Path, device: str | None) -> dict[str, dict[str, A
     if not path.is_file():
         raise ValueError(
             f"The recipe {folder.name} has no {path.name}, so it has no values for `--device {device}`. Leave "
-            "`--device` out; training uses a GPU if there is one. If the recipe has `use_cpu: true`, add `-- --use_cpu "
-            "false`."
+            "`--device` out; training uses a GPU if there is one. If the recipe has `use_cpu: true`, append `-- "
+            "--use_cpu false` to the command."
         )
     keys = yaml.safe_load(path.read_text(encoding="utf-8"))
     refuse_unknown(str(path), keys, ["every_stage", *(path.stem for path in folder.glob(STAGE_FILES))])
@@ -152,13 +154,14 @@ def run_stages(stages: list[Stage], accelerate: str | None = None) -> None:
         check_settings(stage.output_dir, run_settings(SCRIPT, stage.arguments))
         if stage.is_finished and before is not None and not before.is_finished:
             raise ValueError(
-                f"{stage.output_dir} is finished, but {before.name}, from which it starts, is not. Delete "
-                f"{stage.output_dir} to train both stages, or train only one stage with `--stage`."
+                f"Stage {stage.name} in {stage.output_dir} is finished, but {before.name}, the stage before it, is "
+                f"not. Delete {stage.output_dir} to train both stages, or train only one stage with `--stage`."
             )
         if not stage.is_finished and stage.start not in (None, *stages) and not stage.start.is_finished:
             raise ValueError(
-                f"{stage.name} starts from {stage.start.output_dir}, which is not finished. Train that stage first "
-                f"with `--stage {stage.start.number}`, or all stages without `--stage`."
+                f"{stage.name} starts from the result of {stage.start.name} in {stage.start.output_dir}, but "
+                f"{stage.start.name} is not finished. Train {stage.start.name} first with `--stage "
+                f"{stage.start.number}`, or all stages without `--stage`."
             )
     for stage in stages:
         if stage.is_finished:
@@ -170,8 +173,8 @@ def run_stages(stages: list[Stage], accelerate: str | None = None) -> None:
         if code != 0:
             end = f"was killed by signal {-code}" if code < 0 else f"failed with exit code {code}"
             raise ChildProcessError(
-                f"{stage.name} {end}; see the message above. Run the same command again to continue from the last "
-                "checkpoint of this stage, if there is one."
+                f"{stage.name} {end}; the reason is above, if it was printed. Run the same command again to continue "
+                "from the last checkpoint of this stage, if there is one."
             )
 
 
@@ -194,8 +197,8 @@ def _launcher(accelerate: str | None) -> list[str]:
     path = known.get(accelerate, Path(accelerate))
     if not path.is_file():
         raise ValueError(
-            f"There is no configuration {accelerate!r} of accelerate; expected one of {', '.join(known)}, or a file. "
-            "Correct `--accelerate`."
+            f"There is no configuration {accelerate!r} of accelerate; expected one of {', '.join(known)}, or the path "
+            "of a configuration file. Correct `--accelerate`."
         )
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path)]
     if accelerate in known and torch.accelerator.device_count():  # these configs contain the paper's number of GPUs

@@ -38,6 +38,12 @@ from .run import last_checkpoints, mean_of_checkpoints, read_keys
 from .sft import ContextCollator, encode_slots
 
 BATCH = 16
+# Of the options that several commands have.
+RECIPE_HELP = (
+    "Recipe file of a stage, such as train/recipes/smollm2_135m/2_grounding.yaml. Its data files and its choice of "
+    "held-out articles are used."
+)
+ALIGNER_HELP = "Folder of an aligner that has an answerability head (`python -m arcaligner.train.confidence`)."
 
 
 def read_recipe(path: Path, data_dir: str | None) -> RecipeArguments:
@@ -88,7 +94,8 @@ def target_losses(
     )
     losses = np.zeros((len(examples), 2))
     shortest_first = sorted(range(len(examples)), key=lambda number: examples[number]["length"])
-    for start in tqdm(range(0, len(examples), BATCH), desc=f"losses, tokens_per_slot={tokens_per_slot}", leave=False):
+    title = f"computing losses, tokens_per_slot={tokens_per_slot}"
+    for start in tqdm(range(0, len(examples), BATCH), desc=title, leave=False):
         numbers = shortest_first[start : start + BATCH]
         batch = collator([examples[number] for number in numbers])
         slots = encode_slots(model.config, processor, batch)
@@ -127,7 +134,8 @@ def answers(
     """Mean F1 of greedy answers to `rows`, in percent, by kind."""
     scores = defaultdict(list)
     rows = sorted(rows, key=lambda row: sum(len(passage["text"]) for passage in row["passages"]))
-    for start in tqdm(range(0, len(rows), BATCH), desc=f"answers, tokens_per_slot={tokens_per_slot}", leave=False):
+    title = f"answering questions, tokens_per_slot={tokens_per_slot}"
+    for start in tqdm(range(0, len(rows), BATCH), desc=title, leave=False):
         batch = rows[start : start + BATCH]
         inputs = slot_inputs(processor, batch, tokens_per_slot=tokens_per_slot)
         arguments = [row["question"] for row in batch], [row["passages"] for row in batch]
@@ -165,7 +173,7 @@ def _examples(processor: ArcAlignerProcessor, rows: list[Row], texts: list[Row])
     """Kind, article and example of each question, then of each part of a text to reconstruct."""
     builder = ExampleBuilder(processor, max_segments=8, tokens_per_slot=(2,))
     examples_of_rows = [(kind_of(row), row, builder.question_examples([row])) for row in rows]
-    examples_of_rows += [("read back", row, builder.reconstruction_examples([row])) for row in texts]
+    examples_of_rows += [("reconstruction", row, builder.reconstruction_examples([row])) for row in texts]
     return [
         (kind, row["passages"][0]["title"] or row["passages"][0]["text"], example)
         for kind, row, examples in examples_of_rows
@@ -199,20 +207,35 @@ def load_mean(folders: list[Path]) -> tuple[ArcAlignerForCausalLM, ArcAlignerPro
 
 
 def main(
-    recipe: Annotated[Path, typer.Option(help="Recipe file of a stage, whose data and held-out articles are used.")],
-    runs: Annotated[str, typer.Option(help="Folders of runs or of aligners, separated by commas.")],
+    recipe: Annotated[Path, typer.Option(help=RECIPE_HELP)],
+    runs: Annotated[
+        str,
+        typer.Option(
+            help="Folders of stages (their `output_dir`) or of aligners, separated by commas. The weights of several "
+            "folders are averaged."
+        ),
+    ],
     last: Annotated[
-        int, typer.Option(help="How many of the last checkpoints of each run are averaged; 0 uses the final weights.")
+        int,
+        typer.Option(
+            help="How many of the last checkpoints of each folder are averaged; 0 uses the folder's final weights."
+        ),
     ] = 0,
     rates: Annotated[
         str, typer.Option(help="Values of `tokens_per_slot`, separated by commas, such as 2,4,segment.")
     ] = "2,4",
     number: Annotated[
-        int, typer.Option("-n", help="Number of held-out questions; a quarter as many texts are reconstructed.")
+        int,
+        typer.Option(
+            "-n",
+            help="About how many questions about held-out articles to use, and a quarter as many texts to reconstruct.",
+        ),
     ] = 1000,
     num_answers: Annotated[
         int,
-        typer.Option("--answers", help="Number of questions that are also answered, to measure the F1; 0 for none."),
+        typer.Option(
+            "--answers", help="About how many of these questions to answer as well, to measure the F1; 0 for none."
+        ),
     ] = 0,
     output: Annotated[
         Path | None, typer.Option(help="Folder in which the averaged aligner and the results are saved.")
@@ -221,7 +244,7 @@ def main(
         str | None, typer.Option(help="Folder of the data files. Default: `data_dir` of the recipe.")
     ] = None,
 ) -> None:
-    """Print the loss and, with --answers, the F1 of an aligner on held-out articles. The weights of several runs or
+    """Print the loss and, with --answers, the F1 of an aligner on held-out articles. The weights of several folders or
     checkpoints are averaged first."""
     data = read_recipe(recipe, data_dir)
     folders = [Path(folder) for folder in runs.split(",")]

@@ -24,7 +24,14 @@ from ..runs import AnswerFile
 from ..settings import split_names
 
 TASKS = "squad", "squad_unanswerable"  # with the answer in the passages, and without
-COLUMNS = "Method", "abstained, %", "wrongly abstained, %", "F1, %", "F1 lost, points", "AUROC of the answerability"
+COLUMNS = (
+    "Method",
+    "Abstained on unanswerable questions, %",
+    "Abstained on answerable questions, %",
+    "F1 without abstentions, %",
+    "F1 lost by abstentions, points",
+    "AUROC of the answerability",
+)
 
 
 def read_answers(run: Path, task: str, method: str) -> list[dict[str, Any]]:
@@ -59,11 +66,13 @@ def abstentions(
     run: Annotated[Path, typer.Option(help="Folder of an evaluation (`--output` of `arcaligner evaluate`).")] = Path(
         "runs/evaluation"
     ),
-    methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "arcaligner,arcaligner_x4",
+    methods: Annotated[
+        str, typer.Option(help="Methods that answer from slots, separated by commas.")
+    ] = "arcaligner,arcaligner_x4",
 ) -> None:
-    """Print how often methods abstain on unanswerable questions, and what that costs. Shares are in percent with 95 %
-    intervals. The table also has the F1 on answerable questions without abstention, the F1 points that abstentions
-    lose, and the AUROC of the answerability."""
+    """Print how often methods abstain on unanswerable and on answerable questions, in percent with 95 % intervals. For
+    answerable questions, the table also has the F1 without abstentions, and how many points of F1 abstentions cost. The
+    AUROC says how well the answerability separates the two kinds of questions."""
     rows = []
     for name in split_names(methods):
         answered, unanswered = (read_answers(run, task, name) for task in TASKS)

@@ -157,6 +157,6 @@ def test_unusable_devices_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
     with pytest.raises(ValueError, match="`--device` is 'cuda:1', but this machine has 1 GPU; expected cuda:0"):
         find_device("cuda:1", torch.float32)
-    with pytest.raises(ValueError, match="Tesla T4 has no bfloat16. Pass `--dtype float16`"):
+    with pytest.raises(ValueError, match="Tesla T4 does not compute in bfloat16. Pass `--dtype float16`"):
         find_device("cuda", torch.bfloat16)
     assert find_device("cuda", torch.float16) == torch.device("cuda:0")

@@ -166,7 +166,7 @@ def test_task_without_passages(settings, data, caplog):
     write_rows(data / "nq.jsonl", [rows[0] | {"passages": []}, rows[1]])
     with caplog.at_level(logging.WARNING):
         evaluate(made := settings(["nq"], ["standard_rag", "arcaligner"], output=data / "other"))
-    assert "Natural Questions: no passages for 1 of 2 questions" in caplog.text
+    assert "Natural Questions: 1 of 2 questions have no passages" in caplog.text
     by_id = {row["id"]: row for row in answers(made, "nq", "arcaligner")}
     assert by_id["row-0"]["context_tokens"] == 1 and by_id["row-0"]["recall"] == 0.0
 
@@ -194,7 +194,7 @@ def test_truncated_line_is_answered_again(file, kept):
     file.path.write_bytes(whole + json.dumps(LINES[2], ensure_ascii=False).encode()[:kept])
     assert file.read() == LINES[:2] and file.open(SETTINGS, ROWS) == ROWS[2:]
     with file.claim():
-        with pytest.raises(ValueError, match=r"Another process is writing answers to .*naive\.jsonl"):
+        with pytest.raises(ValueError, match=r"Another process is writing to .*naive\.jsonl"):
             with AnswerFile(file.run, file.task, file.method).claim():
                 pass
         file.append(LINES[2:3])
@@ -206,9 +206,9 @@ def test_truncated_line_is_answered_again(file, kept):
     [
         ({"machine": "there", "checkpoint": "runs/b"}, {}, None),  # the same weights in another place
         ({"weights": "other"}, {}, "`weights` was 'abc' and is now 'other'"),
-        ({"top_k": 1}, {}, "`top_k` was None and is now 1"),
+        ({"top_k": 1}, {}, "`top_k` was not set and is now 1"),
         *(
-            ({}, row, "question row-1 has changed")
+            ({}, row, "the question, answers or passages with the id row-1 have changed")
             for row in ({"question": "Else?"}, {"answers": ["x"]}, {"passages": []})
         ),
     ],

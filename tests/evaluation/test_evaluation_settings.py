@@ -60,7 +60,7 @@ def test_old_method_names_give_warning(tmp_path):
         ({"methods": []}, {}, "No method was given"),
         ({"color": "red"}, {}, "Unknown key `color` in the evaluation"),
         ({"tasks": ["squad"]}, {"passages": "golden"}, "`passages` is 'golden'; expected one of given, gold"),
-        ({"tasks": ["squad"]}, {"top_k": 0}, "`top_k` is 0; expected a whole number, at least 1"),
+        ({"tasks": ["squad"]}, {"top_k": 0}, "`top_k` is 0; expected a whole number of at least 1"),
         (
             {"tasks": ["squad"]},
             {"passages": "retrieved"},

@@ -165,7 +165,7 @@ def test_run_is_judged_once(tmp_path, endpoint, caplog):
         f"| squad | naive | {mean:.1f} [{low:.1f}, {high:.1f}] | 3 | 1 | 0 |",
     ]
     assert "A request to a/judge failed: no reply within 1 seconds" in caplog.text
-    assert "naive.a--judge.verdicts.jsonl: the judge replied neither yes nor no to 1 of 3 answers." in caplog.text
+    assert "naive.a--judge.verdicts.jsonl: the judge replied neither yes nor no about 1 of 3 answers." in caplog.text
     naive, ours = (AnswerFile(tmp_path, "squad", method) for method in ("naive", "arcaligner"))
     assert judged_scores(naive, "a/judge") == {"q0": 1.0, "q1": 0.0, "q2": 0.0}
     assert judged_scores(ours, "a/judge") == {"q0": 1.0} and judged_scores(naive, "other/judge") == {}

@@ -55,15 +55,15 @@ def test_wrong_marks_are_refused(tmp_path, checkpoint_dir):
     """A page without both marks of a part, and a run of other weights, are refused."""
     for text in ("none", "{1}{0}", "{0}{0}{1}"):
         (page := tmp_path / "page.md").write_text(text.format(*(mark.format("a") for mark in MARKS)))
-        with pytest.raises(ValueError, match=r"each once and in this order; found"):
+        with pytest.raises(ValueError, match=r"expected each once and in this order"):
             write_part(page, "a", ["new"])
     write_answers(tmp_path, "squad", "naive", [{}])
     check_weights(tmp_path, checkpoint_dir)
     write_answers(tmp_path, "squad", "arcaligner", [{}], weights="other")
-    with pytest.raises(ValueError, match=r"arcaligner\.jsonl are of an aligner with the weights other"):
+    with pytest.raises(ValueError, match=r"arcaligner\.jsonl are of an aligner whose weights have the digest other"):
         check_weights(tmp_path, checkpoint_dir)
     write_answers(tmp_path / "other" / FLOOR, "squad", "arcaligner", [{}], weights="other")
-    with pytest.raises(ValueError, match=rf"{FLOOR}.*are of an aligner with the weights other"):
+    with pytest.raises(ValueError, match=rf"{FLOOR}.*are of an aligner whose weights have the digest other"):
         check_weights(tmp_path / "other", checkpoint_dir)
 
 

@@ -120,7 +120,9 @@ def test_long_rows_are_left_out(tmp_path, tokenizer):
     path = write_rows(tmp_path / "rows.jsonl", rows)
     recipe = CocomArguments("base", path, 10, data_dir="", max_tokens=60)
     assert len(build_dataset(recipe, tokenizer, seed=0)) == 3
-    with pytest.raises(ValueError, match="rows.jsonl has no usable row; expected passages of at most 1 tokens"):
+    with pytest.raises(
+        ValueError, match="rows.jsonl has no usable row; expected rows with passages of at most 1 tokens"
+    ):
         build_dataset(CocomArguments("base", path, 10, data_dir="", max_tokens=1), tokenizer, seed=0)
 
 
@@ -169,7 +171,7 @@ def test_resumed_run_equals_uninterrupted(tmp_path, base_model_dir, runs):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"start_from": "runs/nowhere"}, "`start_from` is runs/nowhere, which is not the folder of a finished run"),
+        ({"start_from": "runs/nowhere"}, "`start_from` is runs/nowhere, but .* contains no finished run"),
         ({"tokens_per_slot": 16}, "`tokens_per_slot` is 16, but .*first was trained with 4"),
         ({"tokens_per_slot": 0}, "`tokens_per_slot` is 0; expected a number of at least 1"),
     ],

@@ -223,7 +223,7 @@ def test_mixture_keeps_shares(select, tmp_path):
         assert counts(limit, 1.0, 1.0) == [6, 6]
     id_lists = [list(select(files[0], 8, seed=seed)["row_id"]) for seed in (0, 0, 1)]
     assert id_lists[0] == id_lists[1] != id_lists[2] and id_lists[0] != [f"many-row-{number}" for number in range(8)]
-    with pytest.raises(ValueError, match="No examples in .* longer than 1 tokens.*Raise `max_tokens`"):
+    with pytest.raises(ValueError, match="has no usable row: .* longer than 1 tokens.*Raise `max_tokens`"):
         select(files[0], 8, OneExample(max_tokens=1))
     with pytest.raises(ValueError, match="weights above 0"):
         counts(8, 1.0, 0.0)
@@ -512,7 +512,7 @@ def test_missing_examples_name_the_reason(select, tmp_path):
     rows = [{key: row[key] for key in ("id", "question", "passages")} | {"answer": "Ada"} for row in question_rows(3)]
     path = write_rows(tmp_path / "rows.jsonl", rows)
     with pytest.raises(
-        ValueError, match=rf"No examples in {path}: 3 without an answer\. .* first row are id, question, "
+        ValueError, match=rf"{path} has no usable row: 3 without an answer\. Its first row has the keys id, question, "
     ):
         select(path)
 

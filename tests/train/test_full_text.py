@@ -80,7 +80,7 @@ def test_unusable_rows_are_dropped(tmp_path, tokenizer):
     expected = sorted(tokenize(row, tokenizer)["input_ids"] for row in rows[4:])
     assert sorted(build_dataset(of_file(path), tokenizer, seed=0)["input_ids"]) == expected
     assert len(build_dataset(of_file(path, max_train_samples=1), tokenizer, seed=0)) == 1
-    with pytest.raises(ValueError, match="rows.jsonl has no row with .* at most 5 tokens"):
+    with pytest.raises(ValueError, match="rows.jsonl has no usable row; .* at most 5 tokens"):
         build_dataset(of_file(path, max_tokens=5), tokenizer, seed=0)
     path = write_rows(tmp_path / "more.jsonl", question_rows(12))
     orders = [build_dataset(of_file(path), tokenizer, seed)["input_ids"] for seed in (0, 1)]
@@ -104,7 +104,7 @@ def test_interrupted_run_continues(tmp_path, base_model_dir, whole_run, caplog):
     assert "run is finished; delete this folder to train again" in caplog.text
     assert (tmp_path / "run" / WEIGHTS).stat().st_mtime_ns == changed
     assert yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())["max_train_samples"] == 8
-    with pytest.raises(ValueError, match="`lora_r` was None and is now 4"):
+    with pytest.raises(ValueError, match="`lora_r` was not set and is now 4"):
         run([*options, "--lora_r", "4"])
     with pytest.raises(
         ValueError, match="is 'checkpoint-1', but .*checkpoint-2.*again from the base model, choose a new"

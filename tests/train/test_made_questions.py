@@ -95,7 +95,7 @@ def test_answer_then_question(tokenizer):
     ("changes", "message"),
     [
         ({"writes": "poem"}, "`writes` is 'poem'; expected one of answer, question"),
-        ({"writes": "question", "passage_attention": "separate"}, "uses one passage"),
+        ({"writes": "question", "passage_attention": "separate"}, "are joined into one text"),
     ],
 )
 def test_bad_kinds(changes, message):
@@ -144,7 +144,10 @@ def test_one_question_an_answer():
         ("made_p1_2", "When?", ["1815"]),
     ]
     assert all(row["passages"] == [PASSAGE] for row in made)
-    assert left_out == {"an answer that another question has": 1, "an answer that is not in the paragraph": 1}
+    assert left_out == {
+        "an answer that another question about the paragraph has": 1,
+        "an answer that is not in the paragraph": 1,
+    }
 
 
 def test_round_trip():
@@ -267,7 +270,7 @@ def test_command(tmp_path, lora_dir, capsys, monkeypatch):
         run_command(made_questions.main)
     assert ended.value.code == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("2 paragraphs\n") and "| kept, or reason for leaving it out | number |" in printed
+    assert printed.startswith("2 paragraphs\n") and "| questions kept, or why they were left out | number |" in printed
     assert (tmp_path / "made.jsonl.gz").exists()
     with pytest.raises(SystemExit):
         run_command(made_questions.main)

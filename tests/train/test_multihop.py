@@ -46,7 +46,8 @@ def test_head_separates_both_kinds(two_kinds, separate):
     logits = model.multihop_head(questions[:, :-1], questions[:, -1].exp(), odds).numpy()
     assert 0 < several.sum() < len(several) and (logits > 0).tolist() == several.tolist()
     assert {value for name, value in measured.items() if name.startswith("AUROC")} == {1.0}
-    assert measured["multi-hop questions found, %"] == 100.0 and measured["other questions wrongly found, %"] == 0.0
+    assert measured["multi-hop questions that were recognized, %"] == 100.0
+    assert measured["other questions that were taken for multi-hop questions, %"] == 0.0
 
 
 def test_needed_pair_is_found(two_kinds, separate):
@@ -56,8 +57,8 @@ def test_needed_pair_is_found(two_kinds, separate):
     rows = [row for row in mixed_rows(recipe, 60, FITTED, (10,)) if len(row["gold"]) == 2]
     scores = score_rows(model, processor, rows)
     weights, measured = fit_pairs(processor, rows, scores)
-    by_log_odds = measured["pairs of passages found by their log-odds alone, %"]
-    assert measured["pairs of passages found, %"] > 90 > 50 > by_log_odds
+    by_log_odds = measured["questions whose two passages were found by their scores alone, %"]
+    assert measured["questions whose two passages were found, %"] > 90 > 50 > by_log_odds
     head = MultihopHead(4)
     head.pair.copy_(torch.from_numpy(weights))
     odds = [{number: score.log_odds for number, score in row_scores.items()} for row_scores in scores]
@@ -81,7 +82,7 @@ def test_one_kind_is_refused(recipe_file, separate):
     """Questions of one kind only are refused, and the model stays unchanged."""
     model, processor = separate
     with pytest.raises(
-        ValueError, match="Training: 0 need several passages, 20 need one.* Expected at least 5 of each"
+        ValueError, match="questions, 0 need several passages, and 20 need one.* Expected at least 5 of each"
     ):
         fit_multihop(model, processor, read_recipe(recipe_file, None), 20, 20)
     assert model.multihop_head is None

@@ -245,18 +245,21 @@ LOSS = {
     "keys, message",
     [
         ({"attention_loss_weight": 0.3}, "Set `passages_first: true`"),
-        ({"attention_loss_weight": 0.3, "passages_first": True}, "attention_loss_layers"),
+        ({"attention_loss_weight": 0.3, "passages_first": True}, "but `attention_loss_layers` is empty"),
         (LOSS | {"attention_loss_layers": [1], "attn_implementation": "sdpa", "compile_layers": True}, "`eager`"),
         (LOSS | {"attention_loss_layers": [1, 99]}, "from 0 to 2, in"),
         (LOSS | {"attention_loss_layers": [-1]}, "from 0 to 2, in"),
-        ({"passages_first": True, "aligner": {"lora_r": 4, "passage_attention": "joint"}}, "independent"),
+        (
+            {"passages_first": True, "aligner": {"lora_r": 4, "passage_attention": "joint"}},
+            "do not attend to each other",
+        ),
         (
             {
                 "passages_first": True,
                 "aligner": {"lora_r": 4, "passage_attention": "separate"},
                 "gradient_checkpointing": True,
             },
-            "stores no keys",
+            "no keys and values are stored",
         ),
     ],
 )

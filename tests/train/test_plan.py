@@ -163,9 +163,9 @@ def test_lines_and_a_busy_card(offline, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: tuple(memory.values()))
     assert lines_of(stage_plans)[-1] == "Card: 80.0 of 80.0 GiB are free, which is enough."
     memory["free"] = 10 * GIB
-    assert "GiB are needed. Another process uses the rest; wait until it ends. `--" in lines_of(stage_plans)[-1]
+    assert "GiB are needed. Other processes use the rest; wait until they end. To use" in lines_of(stage_plans)[-1]
     memory["total"] = 20 * GIB
-    assert "are needed. `-- --activation_checkpointing true`" in lines_of(stage_plans)[-1]
+    assert "are needed. To use less memory, append `-- --activation_checkpointing true`" in lines_of(stage_plans)[-1]
 
 
 def test_dry_run_prints_the_plan(offline, capsys, monkeypatch):

@@ -93,8 +93,8 @@ def test_unsafe_settings_are_refused(tmp_path, setting, message):
         ({"aligner": {"encoder_hidden_size": 7}}, "`encoder_hidden_size` is in `aligner`.*belongs in `processor`"),
         ({"aligner": {"lora_rank": 1}}, "Unknown key `lora_rank` in `aligner`. Did you mean `lora_r`?"),
         ({"processor": {"spacy": 1}}, "Unknown key `spacy` in `processor`. Did you mean `spacy_model`?"),
-        ({"attn_implementation": "flash_attention_2", "continues": True}, "packed questions"),
-        ({"attn_implementation": "flash_attention_2", "max_questions": 2}, "packed questions"),
+        ({"attn_implementation": "flash_attention_2", "continues": True}, "several questions in an example"),
+        ({"attn_implementation": "flash_attention_2", "max_questions": 2}, "several questions in an example"),
     ],
 )
 def test_invalid_values_are_refused(changes, message):
@@ -210,13 +210,15 @@ def test_start_of_a_stage(processor, checkpoint_dir, base_model_dir, stage):
         if STAGES.index(stage) - STAGES.index(before) in (0, 1):
             check_start(stage_recipe, processor, config)
         else:
-            with pytest.raises(ValueError, match=f"`{stage}` cannot start from runs/1, which is a {before} checkpoint"):
+            with pytest.raises(
+                ValueError, match=f"`{stage}` cannot start from runs/1, which is the result of stage `{before}`"
+            ):
                 check_start(stage_recipe, processor, config)
     base = recipe(stage=stage, model_name_or_path=str(base_model_dir))
     if stage != "gating":
         assert load_processor(base, None)
     else:
-        with pytest.raises(ValueError, match="which is a base model; expected a grounding checkpoint or a gating"):
+        with pytest.raises(ValueError, match="which is a base model; expected the result of stage `grounding` or the"):
             load_processor(base, None)
 
 
@@ -234,7 +236,7 @@ def test_rates_of_a_stage(tmp_path, checkpoint_dir):
         ("aligner", "base_model_name_or_path", "org/another", "'.*base_model0'"),
     ):
         with pytest.raises(
-            ValueError, match=f"`{key}` is {value!r} in the recipe, but {start} was trained with {was}.*stage I"
+            ValueError, match=f"`{key}` is {value!r} in the recipe, but {start}, .* was trained with {was}.*stage I"
         ):
             load_processor(recipe(model_name_or_path=str(start), **{part: {key: value}}), None)
 

@@ -53,7 +53,7 @@ def test_run_resumes_with_its_settings(begun, config):
     (begun / "recipe.yaml").write_text(RECIPE + old.format(0.0))
     check_settings(begun, run_settings(SCRIPT, config))
     (begun / "recipe.yaml").write_text(RECIPE + old.format(0.3))  # rows that this version cannot make
-    with pytest.raises(ValueError, match="`unanswerable` was 0.3 and is now None"):
+    with pytest.raises(ValueError, match="`unanswerable` was 0.3 and is now not set"):
         check_settings(begun, run_settings(SCRIPT, config))
     start = ["--model_name_or_path", "runs/1", "--output_dir", "runs/2"]
     (begun / "recipe.yaml").write_text(run_settings(SCRIPT, [*config, *start]))
@@ -61,7 +61,7 @@ def test_run_resumes_with_its_settings(begun, config):
     check_settings(begun, run_settings(SCRIPT, [*config, *elsewhere]))
     averaged = [*config, "--average_checkpoints", "2"]  # `save_steps` decides which checkpoints
     (begun / "recipe.yaml").write_text(run_settings(SCRIPT, averaged))
-    with pytest.raises(ValueError, match="`save_steps` was None and is now 5"):
+    with pytest.raises(ValueError, match="`save_steps` was not set and is now 5"):
         check_settings(begun, run_settings(SCRIPT, [*averaged, "--save_steps", "5"]))
 
 
@@ -77,7 +77,7 @@ def test_missing_checkpoint_is_refused(begun):
 @pytest.mark.parametrize("left", ["checkpoint-2", "config.json", "adapter_config.json"])
 def test_changed_settings_are_listed(begun, config, left):
     (begun / "checkpoint-2").rename(begun / left)
-    message = "run was started with .*: `seed` was 1 and is now 2, `train_files` was None and is now .*Delete"
+    message = "run was started with .*: `seed` was 1 and is now 2, `train_files` was not set and is now .*delete"
     other = run_settings(SCRIPT, [*config, "--seed", "2", "--train_files", "{a: 1}"])
     with pytest.raises(ValueError, match=message):
         check_settings(begun, other)

@@ -196,7 +196,7 @@ def test_unknown_rows_are_refused(tmp_path):
     body = write_parquet(tmp_path / "letters.parquet", body=["Dear Ada."])
     with pytest.raises(ValueError, match=r"columns body, but not text.*`\?text=body`"):
         open_corpus(body)
-    with pytest.raises(ValueError, match="letters.parquet.* has no questions"):
+    with pytest.raises(ValueError, match="letters.parquet.* has no column `question`"):
         open_corpus(f"{body}?text=body", asks=True)
     path = tmp_path / "none.parquet"
     datasets.Dataset.from_dict({"text": []}, features=datasets.Features(text=datasets.Value("string"))).to_parquet(path)

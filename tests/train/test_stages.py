@@ -82,13 +82,13 @@ def test_finished_stages_are_skipped(recipe, calls, caplog):
     with pytest.raises(ValueError, match=message):
         run_stages(read_stages(recipe))
     shutil.rmtree("runs/1_reconstruction")
-    with pytest.raises(ValueError, match="runs/2_grounding is finished, but 1_reconstruction, from which it starts"):
+    with pytest.raises(ValueError, match="runs/2_grounding is finished, but 1_reconstruction, the stage before it"):
         run_stages(read_stages(recipe, overrides=["--learning_rate", "1.0e-3"]))
     assert len(calls) == 5  # settings are looked at before anything runs
 
 
 def test_single_stage_needs_finished_start(recipe, calls):
-    message = "2_grounding starts from mine/1_reconstruction, which is not finished. .* with `--stage 1`"
+    message = "2_grounding starts from the result of 1_reconstruction in mine/1_reconstruction, but .* with `--stage 1`"
     Path("mine/1_reconstruction/checkpoint-2").mkdir(parents=True)  # broken
     with pytest.raises(ValueError, match=message):
         run_stages(read_stages(recipe, "mine", only=2))
@@ -98,7 +98,9 @@ def test_single_stage_needs_finished_start(recipe, calls):
     assert trained(calls) == NAMES[:2] and calls[1][-2:] == ["--model_name_or_path", "mine/1_reconstruction"]
     path = recipe / "3_gating.yaml"  # a start that the recipe names
     path.write_text(path.read_text() + "model_name_or_path: runs/2_grounding/\n")
-    with pytest.raises(ValueError, match="3_gating starts from runs/2_grounding, which is not finished"):
+    with pytest.raises(
+        ValueError, match="3_gating starts from the result of 2_grounding in runs/2_grounding, but 2_grounding is not"
+    ):
         run_stages(read_stages(recipe, only=3))
     run_stages(read_stages(recipe, overrides=["--model_name_or_path", "user/aligner"], only=3))
     assert trained(calls)[2:] == ["3_gating"]
@@ -126,7 +128,7 @@ def test_accelerate_launches_stages(recipe, calls, tmp_path, monkeypatch, num_de
     run_stages(read_stages(recipe, only=2), accelerate=str(config))
     assert calls[1][:6] == [*launch, str(config), "-m"]
     with pytest.raises(
-        ValueError, match="no configuration 'fsdp3' of accelerate; expected one of cpu, ddp, fsdp2, or a file"
+        ValueError, match="no configuration 'fsdp3' of accelerate; expected one of cpu, ddp, fsdp2, or the path"
     ):
         run_stages(read_stages(recipe), accelerate="fsdp3")
 

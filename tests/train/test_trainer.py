@@ -362,7 +362,7 @@ def test_infinite_loss_stops_the_run(trainer, name):
     else:
         weight.register_hook(lambda gradient: gradient * float("inf"))
     before = copy.deepcopy(trainer.model.state_dict())
-    with pytest.raises(ValueError, match=rf"The {name} is (nan|inf) at step 0 for the rows \['row-"):
+    with pytest.raises(ValueError, match=rf"The {name} is (nan|inf) at step 0 for the rows with the ids \['row-"):
         trainer.train()
     torch.testing.assert_close(trainer.model.state_dict(), before, rtol=0, atol=0, equal_nan=True)
 
@@ -372,4 +372,6 @@ def test_model_error_names_rows(trainer, monkeypatch):
     monkeypatch.setattr(SentenceEncoder, "encode_inputs", broken)
     with pytest.raises(ValueError, match="NaN or absolute values above") as error:
         trainer.train()
-    assert error.value.__notes__[0].startswith("The error occurred at step 0, in the batch with the rows ['row-")
+    assert error.value.__notes__[0].startswith(
+        "The error occurred at step 0, in the batch of the rows with the ids ['row-"
+    )

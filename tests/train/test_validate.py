@@ -64,7 +64,7 @@ def test_command_writes_measured_mean(recipe_file, checkpoint_dir, tmp_path, cap
     assert table(results).strip() == capsys.readouterr().out.strip()
     assert set(results) == {"segment", "4"}
     for measured in results.values():
-        assert measured["loss"].keys() == {"town", "read back"}
+        assert measured["loss"].keys() == {"town", "reconstruction"}
         assert all(loss > 0 for loss, _ in measured["loss"].values()) and 0 <= measured["f1"]["town"] <= 100
     weight = "model.projector.out.weight"
     mean = ArcAlignerForCausalLM.from_pretrained(tmp_path / "out").state_dict()[weight]

@@ -15,7 +15,7 @@ def test_load_generator_prints_table(url, capsys, monkeypatch):
     serving.main(CASE_STUDIES, clients="1,3", requests=4, **settings)
     printed = capsys.readouterr().out
     head, _, *rows = [line for line in printed.splitlines() if line.startswith("|")]
-    assert head.startswith("| Clients | Answers/s | p50, s | p95, s | p99, s |") and len(rows) == 2
+    assert head.startswith("| Clients | Answers/s | Latency p50, s | p95, s | p99, s |") and len(rows) == 2
     assert [row.split(" | ")[0] for row in rows] == ["| 1", "| 3"] and all(row.endswith("| 0 |") for row in rows)
     assert json.loads(printed.splitlines()[-1])["load"]["3"]["cached"] == 1.0  # the second time
     monkeypatch.setattr(serving, "read_rows", lambda path: [{"question": f"Where is {name}?"} for name in "ABCDEF"])
