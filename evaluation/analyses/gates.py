@@ -91,7 +91,7 @@ def loops_table(sets: dict[str, dict[str, Any]]) -> list[str]:
     rows = [[layer, *(f"{numbers['loops'][layer]:.2f}" for numbers in sets.values())] for layer in opened]
     mean = [f"{np.mean(numbers['loops']):.2f}" for numbers in sets.values()]
     columns = [f"{title} ({numbers['questions']} questions)" for title, numbers in sets.items()]
-    return markdown_table(["Layer", *columns], [*rows, [f"all {len(layers)}", *mean]])
+    return markdown_table(["Layer", *columns], [*rows, [f"all {len(layers)} layers", *mean]])
 
 
 # Single questions
