@@ -156,7 +156,10 @@ def trace_lines(case: dict[str, Any]) -> list[str]:
     if case["evidence"] is not None:
         number = case["evidence"]
         found += f" The evidence is in sentence {number}, which takes {passes_of_slots[number - 1]}."
-    order = "**Passes** of the slots at each layer with extra passes, in the order of the sentences:"
+    order = (
+        "**Passes** of each slot (`L0.` is one, `LL` two, `LLL` three) at the layers with extra passes, in the order of "
+        "the sentences:"
+    )
     return [*lines, found, "", order, "", *looping]
 
 
