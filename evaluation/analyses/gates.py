@@ -157,8 +157,8 @@ def trace_lines(case: dict[str, Any]) -> list[str]:
         number = case["evidence"]
         found += f" The evidence is in sentence {number}, which takes {passes_of_slots[number - 1]}."
     order = (
-        "**Passes** of each slot (`L0.` is one, `LL` two, `LLL` three) at the layers with extra passes, in the order of "
-        "the sentences:"
+        "**Passes** of each slot (`L0.` is one, `LL` two, `LLL` three) at the layers with extra passes, in the order "
+        "of the sentences:"
     )
     return [*lines, found, "", order, "", *looping]
 
