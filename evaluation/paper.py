@@ -513,8 +513,9 @@ def comparison(sets: dict[str, Any], methods: Sequence[str]) -> list[str]:
             rows.append(["-", _paper_title(named), *cells])
     columns = [column for title in sets for column in (f"{title}: paper", f"{title}: ours")]
     note = (
-        "Each cell has EM / F1 / Acc, in percent; higher is better. The paper's numbers were measured with Mistral 7B. "
-        "A dash means not measured."
+        "Each cell has EM / F1 / Acc, in percent; higher is better. EM is the share of answers that contain a gold "
+        "answer, F1 is the word overlap with it, and Acc is the share of answers that a judge accepts. The paper's "
+        "numbers were measured with Mistral 7B. A dash means not measured."
     )
     return [
         *textwrap.wrap(note, 120),

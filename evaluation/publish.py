@@ -286,7 +286,7 @@ def comparison_table(results: dict[str, Any]) -> list[str]:
         numbers = entry["methods"][method]
         cells = numbers["context_tokens"], numbers["f1"][0], numbers["em"][0]
         rows.append([description, *(f"{cell:.0f}" for cell in cells)])
-    scores = "F1, %", "Answers with the gold answer, %"
+    scores = "F1, %", "Answers that contain a gold answer, %"
     return markdown_table(["SmolLM2-135M-Instruct is given", "Positions of a passage, mean", *scores], rows)
 
 

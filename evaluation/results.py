@@ -40,8 +40,8 @@ FLOOR_NOTE = (
 )
 # Why a share may be missing.
 NO_SHARE_NOTE = (
-    "A share is missing for Naive and for whole text, if text is not clearly better than closed book, and if not "
-    "all three were measured on the same number of questions."
+    "No share is given for Naive and for whole text, if text is not clearly better than closed book, or if F1, closed "
+    "book and text were not measured on the same number of questions."
 )
 DIFFERENCES_NOTE = (
     "In percentage points. A positive number means that ArcAligner's score is higher. If the brackets contain 0, the "
@@ -306,8 +306,8 @@ def footnote(results: dict) -> list[str]:
     """Lines on the questions and passages of each set, and on how the numbers were made."""
     note = (
         "In the tables of this page, scores are in percent. Brackets contain 95 % bootstrap intervals over questions; "
-        "those of differences are paired. EM is non-strict: the share of answers that contain a gold answer. Measured "
-        f"on these machines: {results['machine']}."
+        "those of differences are paired: over the questions that both methods answered. EM is non-strict: the share "
+        f"of answers that contain a gold answer. Measured on these machines: {results['machine']}."
     )
     return [*sets_table(results["sets"]), "", *textwrap.wrap(note, 120)]
 

@@ -158,6 +158,7 @@ def _read_results(folder: Path, processor: dict[str, Any]) -> dict[str, Any] | N
             scores = [_shown_f1(entry, name) for entry in sets.values()]
             if any(score is not None for score in scores):
                 rows.append([title, tokens_per_slot, *("-" if score is None else score for score in scores)])
+        rows.append(["*number of questions*", "", *(entry.get("questions", "-") for entry in sets.values())])
         rows.append(["*which passages*", "", *(entry.get("passages", "given") for entry in sets.values())])
         recalls = (f"{entry['recall'][0]:.0f} %" if "recall" in entry else "-" for entry in sets.values())
         rows.append(["*questions whose passages contain a gold answer*", "", *recalls])

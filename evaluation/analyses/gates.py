@@ -91,7 +91,7 @@ def loops_table(sets: dict[str, dict[str, Any]]) -> list[str]:
     rows = [[layer, *(f"{numbers['loops'][layer]:.2f}" for numbers in sets.values())] for layer in opened]
     mean = [f"{np.mean(numbers['loops']):.2f}" for numbers in sets.values()]
     columns = [f"{title} ({numbers['questions']} questions)" for title, numbers in sets.items()]
-    return markdown_table(["Layer", *columns], [*rows, [f"all {len(layers)}", *mean]])
+    return markdown_table(["Layer", *columns], [*rows, [f"all {len(layers)} layers", *mean]])
 
 
 # Single questions
@@ -156,7 +156,10 @@ def trace_lines(case: dict[str, Any]) -> list[str]:
     if case["evidence"] is not None:
         number = case["evidence"]
         found += f" The evidence is in sentence {number}, which takes {passes_of_slots[number - 1]}."
-    order = "**Passes** of the slots at each layer with extra passes, in the order of the sentences:"
+    order = (
+        "**Passes** of each slot (`L0.` is one, `LL` two, `LLL` three) at the layers with extra passes, in the order "
+        "of the sentences:"
+    )
     return [*lines, found, "", order, "", *looping]
 
 

@@ -37,6 +37,7 @@ RESULT_TABLE = """\
 | --- | --- | --- | --- |
 | **slots** | 2 | 9.7 | 8.0 |
 | **slots** | segment | - | 6.0 of 300 |
+| *number of questions* |  | - | 500 |
 | *which passages* |  | given | gold |
 | *questions whose passages contain a gold answer* |  | 100 % | - |
 """
