@@ -128,7 +128,8 @@ def answer_slots(
             inputs["passage_prior"] = pad_sequence(priors, batch_first=True).to(model.device)
         num_slots = (inputs["input_ids"] == model.config.context_token_id).sum(dim=1).tolist()
         sources = {"questions": [row["question"] for row in used], "passages": [row["passages"] for row in used]}
-        return _generate(model, processor, inputs, rows, num_slots, copy_bonus=copy_bonus, **sources, **refinement)
+        settings = {"copy_bonus": copy_bonus, "tokens_per_slot": tokens_per_slot or processor.tokens_per_slot}
+        return _generate(model, processor, inputs, rows, num_slots, **settings, **sources, **refinement)
     finally:
         for layer in layers:
             layer.set_scale(ADAPTER_NAME, 1.0)

@@ -177,7 +177,8 @@ def graded_answers(
         numbers = order[start : start + BATCH]
         batch = [rows[number] for number in numbers]
         inputs, passages = slot_inputs(processor, batch), [row["passages"] for row in batch]
-        call = AnsweringCall(model, processor, [row["question"] for row in batch], passages)
+        questions, rate = [row["question"] for row in batch], processor.tokens_per_slot
+        call = AnsweringCall(model, processor, questions, passages, tokens_per_slot=rate)
         ids = call.generate(inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
         texts = processor.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         scores = [token_f1(text, row["answers"]) * row["is_answered"] for text, row in zip(texts, batch, strict=True)]

@@ -100,7 +100,8 @@ def answers_by_way(
             if key not in answers:
                 used = [passages[number] for number in selected[way]]
                 inputs = cache.prepare([question], [used], tokens_per_slot=tokens_per_slot, passage_prior=prior)
-                (answers[key],), _ = greedy_answers(model, processor, inputs, [question], [used])
+                settings = {"tokens_per_slot": tokens_per_slot}
+                (answers[key],), _ = greedy_answers(model, processor, inputs, [question], [used], **settings)
             f1[index, column] = 100 * token_f1(answers[key], row["answers"])
     return f1
 

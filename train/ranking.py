@@ -88,7 +88,8 @@ def measure(answerer: Answerer, rows: Sequence[Row]) -> list[Passages]:
                 used = [[row["passages"][number]] for number in numbers]
                 questions = [row["question"]] * len(used)
                 inputs = answerer.cache.prepare(questions, used)
-                texts, _ = greedy_answers(answerer.model, answerer.processor, inputs, questions, used)
+                settings = {"tokens_per_slot": answerer.processor.tokens_per_slot}
+                texts, _ = greedy_answers(answerer.model, answerer.processor, inputs, questions, used, **settings)
                 for number, (passage,), text in zip(numbers, used, texts, strict=True):
                     has_answer = bool(contains_match(passage["text"], row["answers"]))
                     f1 = 100 * token_f1(text, row["answers"])

@@ -139,7 +139,7 @@ def answers(
         batch = rows[start : start + BATCH]
         inputs = slot_inputs(processor, batch, tokens_per_slot=tokens_per_slot)
         arguments = [row["question"] for row in batch], [row["passages"] for row in batch]
-        texts, _ = greedy_answers(model, processor, inputs, *arguments)
+        texts, _ = greedy_answers(model, processor, inputs, *arguments, tokens_per_slot=tokens_per_slot)
         for row, text in zip(batch, texts, strict=True):
             scores[kind_of(row)].append(100 * token_f1(text, row["answers"]))
     return {kind: sum(f1) / len(f1) for kind, f1 in sorted(scores.items())}

@@ -97,7 +97,11 @@ class LiveRow:
         self.num_generated, self.text, self.reason, self.first_token = 0, "", None, 0.0
         passages = [] if request.passages is None else request.passages.used
         self.call = answerer.answer(
-            [chat], [passages], copy_bonus=[request.copy_bonus], scores=request.passages is not None
+            [chat],
+            [passages],
+            copy_bonus=[request.copy_bonus],
+            scores=request.passages is not None,
+            tokens_per_slot=request.tokens_per_slot or self.processor.tokens_per_slot,
         )
         counting = self._counting_processors(model.generation_config)
         options = {"generation_config": greedy(answerer, 1), "logits_processor": counting}
@@ -340,9 +344,9 @@ class LiveBatch:
             position_ids=self.position_ids,
             past_key_values=self.cache,
             **({} if self.slot_bias is None else {"slot_bias": self.slot_bias}),
-            logits_processor=LogitsProcessorList([_RowProcessors(self.rows)]),
+            logits_processor=LogitsProcessorList([_RowProcessors(self.rows, prefill)]),
             generation_config=greedy(self.answerer, max(row.num_left for row in self.rows if not row.is_done)),
-            stopping_criteria=StoppingCriteriaList([_NextTokens(self.rows, pause, prefill)]),
+            stopping_criteria=StoppingCriteriaList([_NextTokens(self.rows, pause)]),
             prefill=prefill,
         )
         num_new = ids.shape[1] - self.input_ids.shape[1]
@@ -355,14 +359,10 @@ class LiveBatch:
 class _NextTokens(StoppingCriteria):
     """Gives each row its next token, and ends a call of `generate` for all rows if `pause` returns true."""
 
-    def __init__(self, rows: Sequence[LiveRow], pause: Callable[[], bool], prefill: PrefillOutputs | None):
-        self.rows, self.pause, self.prefill = rows, pause, prefill
+    def __init__(self, rows: Sequence[LiveRow], pause: Callable[[], bool]):
+        self.rows, self.pause = rows, pause
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor, **kwargs) -> torch.BoolTensor:
-        if self.prefill is not None:  # the call of `begin` has just computed the prompts
-            logits = self.prefill.answerability_logits
-            for number, row in enumerate(self.rows):
-                row.prefill.answerability_logits = None if logits is None else logits[number : number + 1]
         for row, token in zip(self.rows, input_ids[:, -1].tolist(), strict=True):
             if not row.is_done:
                 row.put(token)
@@ -371,17 +371,28 @@ class _NextTokens(StoppingCriteria):
 
 
 class _RowProcessors(LogitsProcessor):
-    """Passes the scores and the tokens of each row to the logits processors of this row."""
+    """Passes the scores and the tokens of each row to the logits processors of this row. In the call of `begin`, it
+    first gives the row its outputs of the prefill."""
 
-    def __init__(self, rows: Sequence[LiveRow]):
-        self.rows = rows
+    def __init__(self, rows: Sequence[LiveRow], prefill: PrefillOutputs | None):
+        self.rows, self.prefill = rows, prefill
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        if self.prefill is not None:
+            self._give_outputs(self.prefill)
+            self.prefill = None
         processed = []
         for number, (row, row_scores) in enumerate(zip(self.rows, scores.float().split(1), strict=True)):
             generated = input_ids[number : number + 1, input_ids.shape[1] - row.num_generated :]
             processed.append(row_scores if row.is_done else row.logits_processors(generated, row_scores))
         return torch.cat(processed)
+
+    def _give_outputs(self, prefill: PrefillOutputs) -> None:
+        for number, row in enumerate(self.rows):
+            if row.prefill is not None:
+                for name in ("answerability_logits", "slot_attention", "is_slot"):
+                    values = getattr(prefill, name)
+                    setattr(row.prefill, name, None if values is None else values[number : number + 1])
 
 
 def _overlap(text: str, stop: str) -> int:

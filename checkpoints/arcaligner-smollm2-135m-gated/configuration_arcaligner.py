@@ -134,6 +134,22 @@ def check_alignment(passage_alignment: str, text_config: PreTrainedConfig) -> No
     )
 
 
+def check_pointer_heads(heads: list[list[int]] | None, num_layers: int, num_heads: int) -> None:
+    """Raise `ValueError` for pointer heads that the backbone does not have."""
+    for head in heads or []:
+        if len(head) != 2 or not all(is_number(value, Integral) for value in head):
+            raise ValueError(
+                f"`pointer_heads` contains {head!r}; expected two whole numbers, of a layer and of a head in it."
+            )
+        layer, number = head
+        if not (0 <= layer < num_layers and 0 <= number < num_heads):
+            raise ValueError(
+                f"`pointer_heads` contains {head!r}, but the base model has layers 0 to {num_layers - 1} with heads 0 "
+                f"to {num_heads - 1}. Find the heads of this base model with `python -m arcaligner.train.pointer`, or "
+                "set `pointer_heads` to None."
+            )
+
+
 def check_multihop_head(is_used: bool, answerability_layers: list[int] | None) -> None:
     """Raise `ValueError` for an aligner with a multi-hop head, but without an answerability head."""
     if is_used and answerability_layers is None:
@@ -250,6 +266,12 @@ class ArcAlignerConfig(PreTrainedConfig):
             Three numbers, fitted by `train/confidence.py`, from which the likelihood that an answer is right is
             computed in log-odds: the weights of the answer's mean log-likelihood and of the log-odds of the
             answerability, and an offset. Default: the likelihood is not reported.
+        pointer_heads (`list[list[int]]`, *optional*):
+            Beyond the paper: attention heads that attend to the slots which an answer comes from, each the number of
+            its layer and its own, found by `train/pointer.py`. With them, a copied answer is more likely to begin in
+            these slots. Default: all words of the passages are equal.
+        pointer_weight (`float`, defaults to 0):
+            Weight of the logarithm of that attention in the scores of the answer's first token; 0 switches it off.
         training_stage (`"reconstruction"`, `"grounding"` or `"gating"`, *optional*):
             The last stage of training, which the next stage checks. Set by `set_stage`.
         digests (`dict`, *optional*), includes_base_model (`bool`, *optional*):
@@ -293,6 +315,8 @@ class ArcAlignerConfig(PreTrainedConfig):
     most_answerability: float | int = 0.98
     use_multihop_head: bool = False
     answer_calibration: list[float] | None = None
+    pointer_heads: list[list[int]] | None = None
+    pointer_weight: float | int = 0.0
     training_stage: Literal["reconstruction", "grounding", "gating"] | None = None
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
@@ -337,6 +361,9 @@ class ArcAlignerConfig(PreTrainedConfig):
         check_alignment(self.passage_alignment, self.text_config)
         check_answerability_layers(self.answerability_layers, num_layers)
         check_multihop_head(self.use_multihop_head, self.answerability_layers)
+        check_pointer_heads(self.pointer_heads, num_layers, self.text_config.num_attention_heads)
+        if self.pointer_weight < 0:
+            raise ValueError(f"`pointer_weight` is {self.pointer_weight!r}; expected a number of at least 0.")
         for name in ("scored_share", "most_answerability"):
             if not 0 <= (value := getattr(self, name)) <= 1:
                 raise ValueError(f"`{name}` is {value!r}; expected a number from 0 to 1.")
@@ -348,6 +375,11 @@ class ArcAlignerConfig(PreTrainedConfig):
                 "arcaligner.train.confidence` fits, or None."
             )
         self.named_dtype = self.dtype  # a copy, because the loader may change `dtype`
+
+    @property
+    def has_pointer(self) -> bool:
+        """Whether pointer heads influence where a copied answer begins."""
+        return bool(self.pointer_heads) and self.pointer_weight > 0
 
     @property
     def gated_layers(self) -> tuple[int, ...]:

@@ -1290,6 +1290,8 @@ _IRRELEVANT_SETTINGS = (
     "lora_dropout",
     "match_weight",
     "most_answerability",
+    "pointer_heads",
+    "pointer_weight",
     "scored_share",
     "similarity_weight",
     "tie_word_embeddings",

@@ -23,6 +23,7 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import LoraVariant
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModel,
@@ -61,6 +62,7 @@ from .configuration_arcaligner import (
     check_multihop_head,
 )
 from .loading_arcaligner import HEADS, AlignerMixin
+from .pointer_arcaligner import PointerAttention
 from .refinement_arcaligner import (
     AllSlotsSteps,
     CompleteKeysValues,
@@ -108,10 +110,14 @@ class ArcAlignerCausalLMOutputWithPast(CausalLMOutputWithPast):
     answerability_logits (`torch.FloatTensor` of shape `(batch,)`, *optional*):
         Log-odds that the passages contain an answer, computed from the last token, so the prompt has to be padded on
         the left. Only with an [`AnswerabilityHead`], and not in training or for generated tokens.
+    pointer_attention (`torch.FloatTensor` of shape `(batch, kv_len)`, *optional*):
+        Attention of the last token to all positions, the mean over the pointer heads. Only with
+        `config.has_pointer` and a cache, and not in training or for generated tokens.
     """
 
     recursion_depth: torch.LongTensor | None = None
     answerability_logits: torch.FloatTensor | None = None
+    pointer_attention: torch.FloatTensor | None = None
 
 
 @dataclass
@@ -125,10 +131,17 @@ class PrefillOutputs:
             Refinement steps, as in [`ArcAlignerModelOutputWithPast`], of slots that were computed, not cached.
         answerability_logits (`torch.FloatTensor` of shape `(batch * num_beams,)`, *optional*):
             As in [`ArcAlignerCausalLMOutputWithPast`]. Not with assisted decoding, which computes more than the prompt.
+    slot_attention (`torch.FloatTensor` of shape `(batch * num_beams, max_slots)`, *optional*):
+        The pointer heads' attention to the slots of each row, in their order; rows with fewer slots end in zeros.
+        Not with assisted decoding.
+    is_slot (`torch.BoolTensor` of shape `(batch, prompt_len)`, *optional*):
+        Which positions of the prompt are slots.
     """
 
     recursion_depth: torch.LongTensor | None = None
     answerability_logits: torch.FloatTensor | None = None
+    slot_attention: torch.FloatTensor | None = None
+    is_slot: torch.BoolTensor | None = None
 
 
 class ContextProjector(nn.Module):
@@ -605,11 +618,14 @@ class SlotDecoderLayer(InPlaceMixin):
         hidden_states: torch.Tensor,
         slots: Slots | None = None,
         layer_states: LayerStates | None = None,
+        pointer: PointerAttention | None = None,
         **kwargs,
     ) -> torch.Tensor:
         """Run the backbone's layer and, with `slots`, its part of Algorithm 1; states are (batch, seq_len, hidden)."""
         if layer_states is not None and not layer_states.need(self.layer_idx):
             return hidden_states
+        has_pointer = pointer is not None and self.layer_idx in pointer.heads and kwargs.get(CACHE) is not None
+        last = hidden_states[:, -1:].clone() if has_pointer else None  # a layer may change its input in place
         if slots is None and self._compiled_algorithm is None and not self.has_lora_on_text:
             # A generated token: the unchanged layer.
             hidden_states = super().forward(hidden_states, **kwargs)
@@ -620,6 +636,9 @@ class SlotDecoderLayer(InPlaceMixin):
                 slots.depths.by_layer[self.layer_idx] = depth
         if layer_states is not None:
             layer_states.record(self.layer_idx, hidden_states)
+        if has_pointer:
+            with lora_on(ALL_POSITIONS if self.has_lora_on_text else None):
+                pointer.add(self, super(SlotDecoderLayer, type(self)).forward, last, kwargs)
         return hidden_states
 
     def _algorithm_1(
@@ -1481,6 +1500,12 @@ class SlotGenerationMixin(GenerationMixin):
             prefill.recursion_depth = outputs.recursion_depth
             has_candidates = outputs.logits.shape[1] > 1  # of assisted decoding, computed after the prompt
             prefill.answerability_logits = None if has_candidates else outputs.answerability_logits
+            prefill.slot_attention = None
+            if outputs.pointer_attention is not None and not has_candidates and prefill.is_slot is not None:
+                attention = outputs.pointer_attention[:, : prefill.is_slot.shape[1]]
+                is_slot = prefill.is_slot.repeat_interleave(len(attention) // len(prefill.is_slot), dim=0)
+                rows = [row[row_slots] for row, row_slots in zip(attention, is_slot, strict=True)]
+                prefill.slot_attention = pad_sequence(rows, batch_first=True)
         return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
 
     def generate(self, inputs=None, *args, **kwargs):
@@ -1532,6 +1557,8 @@ class SlotGenerationMixin(GenerationMixin):
             raise ValueError(
                 f"`prefill_chunk_size` is {chunk_size}, but a prompt with slots cannot be prefilled in chunks. {advice}"
             )
+        if input_ids is not None and (prefill := kwargs.get("prefill")) is not None:
+            prefill.is_slot = input_ids == self.config.context_token_id
         if (passage_prior := kwargs.pop("passage_prior", None)) is not None:
             kwargs["slot_bias"] = self.slot_bias(input_ids, kwargs.get("context_passage_ids"), passage_prior)
         return super().generate(inputs, *args, **kwargs)
@@ -1712,6 +1739,9 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
         layer_states = None
         if only_answerability or (is_prefill and self.answerability_head is not None):
             kwargs["layer_states"] = layer_states = self._new_layer_states(only_answerability)
+        pointer = None
+        if is_prefill and self.config.has_pointer and not only_answerability:
+            kwargs["pointer"] = pointer = PointerAttention(self.config.pointer_heads)
         if labels is not None:
             check_ids(labels, "`labels`", self.config.text_config.vocab_size, (-100, self.config.context_token_id))
         outputs = self.model(
@@ -1754,6 +1784,7 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
             attentions=outputs.attentions,
             recursion_depth=outputs.recursion_depth,
             answerability_logits=answerability,
+            pointer_attention=None if pointer is None else pointer.mean(),
         )
 
     def _new_layer_states(self, only_answerability: bool) -> LayerStates:

@@ -52,6 +52,7 @@ class Row:
     question: str | list[dict] = ""
     passages: list = field(default_factory=list)  # those that are used, if their texts are known
     copied: list = field(default_factory=list)  # the passages that the answer may copy
+    tokens_per_slot: int | str | None = None  # of the slots; `None` if their texts are not known
     trace: dict[str, Any] | None = None  # with `return_slots`: `segments` and `statistics`
     # If passages were scored, the question with the used ones, which are cached. Then ids and `slots` of this row are
     # not known until a batch is made.
@@ -234,6 +235,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
                 "question": messages,
                 "passages": passages if slots.get("max_slots") is None else [],  # else some texts may have no slots
                 "copied": [] if template["continue_final_message"] else passages,  # else an answer has begun
+                "tokens_per_slot": slots.get("tokens_per_slot") or self.processor.tokens_per_slot,
             }
             if scored is None:
                 slots |= {"documents": None if documents is None else passages, "return_segments": return_slots}
@@ -333,6 +335,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             scores=bool(slots) and (min_confidence is not None or return_slots),
             traces=return_slots,
             min_confidence=min_confidence,
+            tokens_per_slot=rows[0].tokens_per_slot,  # all rows of a call have the same
         )
         outputs = super()._forward(model_inputs, **slots, **call.options(generate_kwargs))
         if call.answerability is not None:

@@ -5,6 +5,7 @@ import bisect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
+from itertools import zip_longest
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -18,6 +19,7 @@ from .encoder_arcaligner import PrecomputedSlots
 from .kv_cache_arcaligner import QuestionBatch, in_chunks
 from .modeling_arcaligner import PrefillOutputs
 from .multihop_arcaligner import best_pair
+from .pointer_arcaligner import Pointer
 from .segmentation_arcaligner import (
     Segment,
     cut_long,
@@ -528,6 +530,8 @@ class AnsweringCall:
         traces (`bool`, defaults to `False`): Whether `recursion_depth` is reported.
         min_confidence (`float`, *optional*): The lowest answerability that the caller accepts. With it, an option that
             prevents the report is an error.
+        tokens_per_slot (`int` or `"segment"`, *optional*): Of the slots of the copied passages. With it, pointer heads
+            find the slots that an answer begins in, if the aligner has such heads.
 
     Attribute: `likelihood`, the [`LikelihoodRecorder`] of a greedy call, if the answer likelihood was fitted.
 
@@ -547,11 +551,12 @@ class AnsweringCall:
         scores: bool = True,
         traces: bool = False,
         min_confidence: float | None = None,
+        tokens_per_slot: int | str | None = None,
     ):
         self.model, self.processor, self.questions, self.passages = model, processor, questions, passages
         self._copied, self._copy_bonus = passages if copied is None else copied, copy_bonus
         self._scores, self._traces = scores and model.answerability_head is not None, traces
-        self._min_confidence = min_confidence
+        self._min_confidence, self._tokens_per_slot = min_confidence, tokens_per_slot
         self._prefill: PrefillOutputs | None = None
         self._answerability: torch.Tensor | None = None
         self.likelihood: LikelihoodRecorder | None = None
@@ -573,12 +578,17 @@ class AnsweringCall:
                     f"{names}. Leave out `min_confidence`, or set {names} to None."
                 )
             self._scores = False
-        self._prefill = PrefillOutputs() if self._scores or self._traces else None
+        points = any(self._copied) and self._tokens_per_slot is not None and self.model.config.has_pointer
+        self._prefill = PrefillOutputs() if self._scores or self._traces or points else None
         end_ids = default.eos_token_id if config is None or config.eos_token_id is None else config.eos_token_id
         processors, copies = list(options.get("logits_processor") or []), None
         ends = options.get("eos_token_id", end_ids)
         if any(self._copied):
-            copies = PassageCopyLogitsProcessor(self.processor, self._copied, self._copy_bonus, ends)
+            pointer = None
+            if points:
+                weight = self.model.config.pointer_weight
+                pointer = Pointer(self.processor, self._copied, self._tokens_per_slot, weight, self._prefill)
+            copies = PassageCopyLogitsProcessor(self.processor, self._copied, self._copy_bonus, ends, pointer)
         # The recorder wraps the copy processor, because it needs the scores without the bonus.
         if self._scores and self.model.config.answer_calibration is not None and _is_greedy(options, config or default):
             copies = self.likelihood = LikelihoodRecorder(copies, ends)
@@ -625,7 +635,7 @@ class AnsweringCall:
     @property
     def recursion_depth(self) -> torch.LongTensor | None:
         """Refinement steps (batch, num_layers, max_slots) of the slots that were computed with the prompt."""
-        depth = None if self._prefill is None else self._prefill.recursion_depth
+        depth = self._prefill.recursion_depth if self._traces and self._prefill is not None else None
         return None if depth is None else self._first_of_copies(depth)
 
     def _first_of_copies(self, repeated: torch.Tensor) -> torch.Tensor:
@@ -651,12 +661,15 @@ def greedy_answers(
     questions: Sequence = (),
     passages: Sequence[list] = (),
     copy_bonus: float | None = None,
+    tokens_per_slot: int | str | None = None,
     **options: Any,
 ) -> tuple[list[str], list[float | None]]:
     """Greedy answers to left-padded prompts, and the answerability of each prompt: `None` without slots, or if the head
-    was not fitted. `model` may be any causal language model; `options` are those of `generate`."""
+    was not fitted. `model` may be any causal language model; `options` are those of `generate`. With the
+    `tokens_per_slot` of the slots, pointer heads are used, if the aligner has some."""
     has_slots = "context_embeds" in inputs
-    call = AnsweringCall(model, processor, questions, passages, copy_bonus=copy_bonus, scores=has_slots)
+    settings = {"copy_bonus": copy_bonus, "scores": has_slots, "tokens_per_slot": tokens_per_slot}
+    call = AnsweringCall(model, processor, questions, passages, **settings)
     ids = call.generate(inputs, **{"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False, **options})
     texts = processor.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     answerability = [None] * len(texts) if call.answerability is None else call.answerability.tolist()
@@ -754,20 +767,31 @@ class PassageCopyLogitsProcessor(LogitsProcessor):
     Beyond the paper: slots preserve meaning better than spelling, and the text of the passages is available when a
     question is asked. As long as the answer is a span of this text that begins at a word, `bonus` is added to the
     scores of tokens that continue the span and, where a word ends, of those that end the answer. The input of the model
-    does not change.
+    does not change. With a `pointer`, words of slots that get less attention have a smaller bonus at the beginning of
+    the answer.
 
     Args:
         processor ([`ArcAlignerProcessor`]): Of the aligner.
         documents (`list[list]`): For each row of the batch, its passages; a copy is a span of one of them.
         bonus (`float` or `list`): In log-odds, for all rows or for each; `None` is the processor's `copy_bonus`.
         end_ids (`int` or `list[int]`, *optional*): Tokens that end an answer.
+        pointer ([`Pointer`], *optional*): Of the same rows.
     """
 
-    def __init__(self, processor, documents: list[list], bonus: float | list | None, end_ids: int | list | None):
+    def __init__(
+        self,
+        processor,
+        documents: list[list],
+        bonus: float | list | None,
+        end_ids: int | list | None,
+        pointer: Pointer | None = None,
+    ):
         bonuses = bonus if isinstance(bonus, list) else [bonus] * len(documents)
         self.bonus = [processor.copy_bonus if bonus is None else bonus for bonus in bonuses]
         copied = (passages if bonus else [] for passages, bonus in zip(documents, self.bonus, strict=True))
+        copied = list(copied)
         self.texts = [copied_texts(processor.tokenizer, passages, processor.no_answer) for passages in copied]
+        self.documents, self.pointer = [numbers_of_texts(passages) for passages in copied], pointer
         self.end_ids = set() if end_ids is None else set(torch.as_tensor(end_ids, device="cpu").reshape(-1).tolist())
         self.prompt_length: int | None = None
 
@@ -780,6 +804,12 @@ class PassageCopyLogitsProcessor(LogitsProcessor):
         for row, answer_ids in enumerate(input_ids[:, self.prompt_length :].tolist()):
             ids = copied_next(self.texts[row // repeats], answer_ids, self.end_ids)
             scores[row, ids] += self.bonus[row // repeats]
+            if self.pointer is not None and not answer_ids:
+                # The last texts are of no document.
+                numbered = zip_longest(self.documents[row // repeats], self.texts[row // repeats])
+                starts = [(number, text.starts) for number, text in numbered]
+                log_shares = self.pointer.log_shares(row, repeats, starts)
+                scores[row, ids] += scores.new_tensor([log_shares.get(first, 0.0) for first in ids])
         return scores.log_softmax(dim=-1)  # else each token of a copy would add its bonus to the sum of a beam
 
 
@@ -833,6 +863,7 @@ class CopiedText(NamedTuple):
     # The words, by their first id. For each word its ids without a space before it, as at the beginning of an answer;
     # for each of these ids whether a word ends with it; and the place in `ids` of the token after the word.
     words: dict[int, list[tuple[list[int], list[bool], int]]]
+    starts: dict[int, list[int]]  # the characters where these words begin, by the same ids
 
     def follow(self, answer_ids: list[int]) -> tuple[set[int], bool]:
         """Ids that follow `answer_ids` wherever it occurs in the text, and whether a word ends there."""
@@ -847,15 +878,27 @@ class CopiedText(NamedTuple):
 
 def copied_texts(tokenizer, documents: Sequence[str | dict], no_answer: str | None = None) -> list[CopiedText]:
     """The texts that an answer may copy from documents, titles included; `YES_NO` and `no_answer` are copied whole."""
-    texts = []
-    for number, document in enumerate(documents):
-        text, title = text_of(document, number), title_of(document)
-        if text.strip():
-            texts += [text, title] if title else [text]
+    texts = [text for _, text in _numbered_texts(documents)]
     copied = of_texts(_COPIED, tokenizer, texts, lambda missing: [_copied(tokenizer, text) for text in missing])
     others = [text for text in (*YES_NO, no_answer) if text] if texts else []
     other_ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in others]
-    return copied + [CopiedText([], [], {ids[0]: [(ids, [*[False] * (len(ids) - 1), True], 0)]}) for ids in other_ids]
+    words = [{ids[0]: [(ids, [*[False] * (len(ids) - 1), True], 0)]} for ids in other_ids]
+    return copied + [CopiedText([], [], word, {}) for word in words]
+
+
+def numbers_of_texts(documents: Sequence[str | dict]) -> list[int | None]:
+    """For each of [`copied_texts`], the number of its document; `None` for titles and for texts without a document."""
+    return [number for number, _ in _numbered_texts(documents)]
+
+
+def _numbered_texts(documents: Sequence[str | dict]) -> list[tuple[int | None, str]]:
+    """The texts of documents with their numbers, and their titles with `None`."""
+    texts: list[tuple[int | None, str]] = []
+    for number, document in enumerate(documents):
+        text, title = text_of(document, number), title_of(document)
+        if text.strip():
+            texts += [(number, text), (None, title)] if title else [(number, text)]
+    return texts
 
 
 def _copied(tokenizer, text: str) -> CopiedText:
@@ -866,7 +909,7 @@ def _copied(tokenizer, text: str) -> CopiedText:
         return [end < after and not (text[end - 1].isalnum() and text[end : end + 1].isalnum()) for end, after in pairs]
 
     ((ids, ends),) = tokenize_with_ends(tokenizer, [text])
-    copied = CopiedText(ids, ends_word(ends), {})
+    copied = CopiedText(ids, ends_word(ends), {}, {})
     starts = [match.start() for match in _WORD_START.finditer(text)]
     words = [_WORD.match(text, start)[0] for start in starts] or [""]  # no tokenizer takes an empty batch
     tokenized = tokenizer(words, add_special_tokens=False, return_offsets_mapping=True)
@@ -878,6 +921,7 @@ def _copied(tokenizer, text: str) -> CopiedText:
             is_start = after and ends[after - 1] == start + len(word)  # else a token crosses the end of the word
             word_ends = ends_word([start + end for _, end in offsets])
             copied.words.setdefault(word_ids[0], []).append((word_ids, word_ends, after if is_start else len(ids)))
+            copied.starts.setdefault(word_ids[0], []).append(start)
     return copied
 
 

@@ -473,6 +473,7 @@ def test_batch_answers_like_the_pipeline(independent, engine_of):
     ]
     random_head(independent.model, match=(0.5, 3.0, -1.0))
     independent.model.config.answer_calibration = [1.5, 0.5, 1.0]
+    independent.model.config.pointer_heads, independent.model.config.pointer_weight = [[0, 0], [1, 1]], 5.0
     engine = engine_of(None, independent, batch_seconds=0.5, max_batch=5)
     failing = engine.submit(request_of(PASSAGES, LONG))
     results = answers(engine, *(request_of(documents, max_new_tokens=6, **settings) for documents, settings in cases))

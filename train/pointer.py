@@ -1,0 +1,175 @@
+"""Find the pointer heads of an aligner: attention heads that attend to the slots which an answer comes from.
+
+    python -m arcaligner.train.pointer --recipe train/recipes/smollm2_135m/2_grounding.yaml --aligner FOLDER
+
+A copied answer may begin at any word of the passages. Some attention heads of the base model attend to the slots with
+the answer already before its first token is generated. With `pointer_heads`, the words of these slots have an advantage
+as the first word: the logarithm of the attention, times `pointer_weight`.
+
+1. *Which heads*: For the questions of half of the held-out articles, and for each head, how often the slot with the
+   most attention from the prompt's last token is one with the answer. The best 16 heads of the model are used.
+2. *Which weight*: The F1 of greedy answers to questions about the other half, for several weights. Differences are
+   those to the weight 0, for the same questions, with their standard errors.
+
+`--save` saves the heads and the best weight in `config.json` of the aligner, if its difference, the mean over all
+values of `tokens_per_slot`, is more than twice its standard error. No test set is used. vLLM and llama.cpp do not
+report their attention, so pointer heads have no effect on answers that they generate.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import typer
+from tqdm.auto import tqdm
+from transformers import DynamicCache
+from transformers.utils import CONFIG_NAME
+
+from ..answering_arcaligner import greedy_answers
+from ..attention_arcaligner import CACHE
+from ..common.files import counted, markdown_table, run_command, write_atomically
+from ..common.rows import Row, token_f1
+from ..loading_arcaligner import read_json
+from ..modeling_arcaligner import ArcAlignerForCausalLM
+from ..pointer_arcaligner import PointerAttention, slot_spans
+from ..processing_arcaligner import ArcAlignerProcessor
+from ..segmentation_arcaligner import Segment
+from .distractors import needed_and_others
+from .num_passages import FITTED, MEASURED, half_of
+from .prompts import slot_inputs
+from .ranking import difference
+from .validate import ALIGNER_HELP, BATCH, RECIPE_HELP, load_mean, question_rows, read_recipe
+
+NUM_HEADS = 16
+WEIGHTS = (0.0, 0.5, 1.0, 2.0, 3.0)
+
+
+def slots_with_answer(spans: Sequence[Segment], row: Row) -> torch.BoolTensor:
+    """Which slots have the first character of an answer: (num_slots,)."""
+    places = {
+        (number, match.start())
+        for number, passage in enumerate(row["passages"])
+        for answer in row["answers"]
+        for match in re.finditer(re.escape(answer), passage["text"])
+    }
+    found = [any(span.document == number and span.start <= at < span.end for number, at in places) for span in spans]
+    return torch.tensor(found, dtype=torch.bool, device="cpu")
+
+
+@torch.inference_mode()
+def count_hits(
+    model: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, rows: Sequence[Row], tokens_per_slot: int | str
+) -> tuple[torch.Tensor, int]:
+    """For each attention head of the model, for how many of the rows the slot with the most attention has the answer:
+    (num_layers, num_heads); and the number of rows, without those in which no slot has it, or all slots do."""
+    config, device = model.config.text_config, model.device
+    layers, heads = config.num_hidden_layers, config.num_attention_heads
+    every_head = [[layer, head] for layer in range(layers) for head in range(heads)]
+    hits, count = torch.zeros(layers * heads, device=device), 0
+    for row in tqdm(rows, desc=f"finding heads, tokens_per_slot={tokens_per_slot}", leave=False):
+        has_answer = slots_with_answer(slot_spans(processor, row["passages"], tokens_per_slot), row).to(device)
+        inputs = slot_inputs(processor, [row], tokens_per_slot=tokens_per_slot).to(device)
+        is_slot = inputs["input_ids"][0] == model.config.context_token_id
+        if int(is_slot.sum()) != len(has_answer) or not has_answer.any() or has_answer.all():
+            continue
+        pointer = PointerAttention(every_head)
+        model.model(**inputs, **{CACHE: DynamicCache(config=config)}, pointer=pointer)
+        attention = pointer.by_head()[0, :, is_slot]  # (layers * heads, num_slots)
+        hits, count = hits + has_answer[attention.argmax(dim=1)], count + 1
+    return hits.view(layers, heads).cpu(), count
+
+
+@torch.inference_mode()
+def f1_by_weight(
+    model: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, rows: Sequence[Row], tokens_per_slot: int | str
+) -> np.ndarray:
+    """The F1 of greedy answers in percent, with each of `WEIGHTS`: (len(WEIGHTS), num_rows)."""
+    f1, configured = np.zeros((len(WEIGHTS), len(rows))), model.config.pointer_weight
+    try:
+        for start in tqdm(
+            range(0, len(rows), BATCH), desc=f"answering, tokens_per_slot={tokens_per_slot}", leave=False
+        ):
+            batch = rows[start : start + BATCH]
+            inputs = slot_inputs(processor, batch, tokens_per_slot=tokens_per_slot).to(model.device)
+            sources = [row["question"] for row in batch], [row["passages"] for row in batch]
+            for index, model.config.pointer_weight in enumerate(WEIGHTS):
+                texts, _ = greedy_answers(model, processor, inputs, *sources, tokens_per_slot=tokens_per_slot)
+                scores = [100 * token_f1(text, row["answers"]) for text, row in zip(texts, batch, strict=True)]
+                f1[index, start : start + len(batch)] = scores
+    finally:
+        model.config.pointer_weight = configured
+    return f1
+
+
+def best_weight(f1: Sequence[np.ndarray]) -> tuple[float, float, float]:
+    """The weight with the highest F1, the mean over all tokens per slot; its difference to the weight 0, and its
+    standard error. `f1` has an array (len(WEIGHTS), num_rows) for each number of tokens per slot, of the same rows."""
+    mean = np.mean(f1, axis=0)
+    best = int(mean.mean(axis=1).argmax())
+    return WEIGHTS[best], *difference(mean[best], mean[0])
+
+
+def main(
+    recipe: Annotated[Path, typer.Option(help=RECIPE_HELP)],
+    aligner: Annotated[Path, typer.Option(help=ALIGNER_HELP)],
+    number: Annotated[int, typer.Option("--number", "-n", min=4, help="About how many questions to use.")] = 1000,
+    rates: Annotated[
+        str, typer.Option(help="Values of `tokens_per_slot`, separated by commas, such as 2,4,segment.")
+    ] = "2,4,segment",
+    data_dir: Annotated[
+        str | None, typer.Option(help="Folder of the data files. Default: `data_dir` of the recipe.")
+    ] = None,
+    save: Annotated[
+        bool, typer.Option("--save", help="Save heads and weight, if F1 rises by more than twice the standard error.")
+    ] = False,
+) -> None:
+    """Find the attention heads that attend to the slots with the answer. Print how often they do, and the F1 of answers
+    for several weights of their attention."""
+    model, processor = load_mean([aligner])
+    compressions = [rate if rate == "segment" else int(rate) for rate in rates.split(",")]
+    rows = [
+        row | {"passages": needed_and_others(row)[0]} for row in question_rows(read_recipe(recipe, data_dir), number)
+    ]
+    halves = {half: [row for row in rows if half_of(row) == half] for half in (FITTED, MEASURED)}
+    results = [count_hits(model, processor, halves[FITTED], rate) for rate in compressions]
+    if not all(count for _, count in results):
+        raise ValueError(
+            f"None of {counted(len(halves[FITTED]), 'question')} has an answer in one of several slots; expected "
+            "questions whose answers are copied from their passages. Use more questions (`--number`) or another recipe."
+        )
+    shares = torch.stack([hits / count for hits, count in results]).mean(dim=0)  # (num_layers, num_heads)
+    order = shares.flatten().argsort(descending=True, stable=True)[:NUM_HEADS].tolist()
+    model.config.pointer_heads = sorted([index // shares.shape[1], index % shares.shape[1]] for index in order)
+    typer.echo(f"Pointer heads (layer, head): {model.config.pointer_heads}")
+    found = [float(shares[layer, head]) for layer, head in model.config.pointer_heads]
+    typer.echo(
+        f"Their most attended slot has the answer for {100 * min(found):.0f} to {100 * max(found):.0f} % of "
+        f"{counted(len(halves[FITTED]), 'question')}.\n"
+    )
+    f1 = [f1_by_weight(model, processor, halves[MEASURED], rate) for rate in compressions]
+    cells = []
+    for index, weight in enumerate(WEIGHTS):
+        shown = ["{:.1f} ({:+.1f} ± {:.1f})".format(of[index].mean(), *difference(of[index], of[0])) for of in f1]
+        cells.append([f"{weight:g}", *shown])
+    columns = ["`pointer_weight`", *(f"F1 in %, `tokens_per_slot` {rate}" for rate in compressions)]
+    typer.echo("\n".join(markdown_table(columns, cells)))
+    weight, mean, error = best_weight(f1)
+    if save and mean > 2 * error:
+        settings = {"pointer_heads": model.config.pointer_heads, "pointer_weight": weight}
+        write_atomically(
+            path := aligner / CONFIG_NAME, json.dumps(read_json(path) | settings, indent=2, sort_keys=True) + "\n"
+        )
+        typer.echo(f"\nSaved in {path}: the heads, and `pointer_weight` {weight:g}.")
+    elif save:
+        typer.echo(
+            f"\nNothing was saved: the difference of the best weight, {weight:g}, is {mean:+.1f} ± {error:.1f}, which "
+            "is not more than twice its standard error."
+        )
+
+
+if __name__ == "__main__":
+    run_command(main)
