@@ -1,0 +1,122 @@
+"""Finding pointer heads: which slots have the answer, the heads, the weights, and the command."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from conftest import aligner_for, edit_json, processor_with
+from training_rows import article_rows
+from transformers import DynamicCache
+
+from arcaligner import ArcAlignerForCausalLM
+from arcaligner.answering_arcaligner import greedy_answers
+from arcaligner.attention_arcaligner import CACHE
+from arcaligner.common.rows import token_f1
+from arcaligner.pointer_arcaligner import PointerAttention, slot_spans
+from arcaligner.segmentation_arcaligner import Segment
+from arcaligner.train import pointer
+from arcaligner.train.pointer import WEIGHTS, best_weight, count_hits, f1_by_weight, main, slots_with_answer
+from arcaligner.train.prompts import slot_inputs
+
+RATE = 2
+
+
+@pytest.fixture
+def aligner(processor):
+    model = aligner_for(processor, passage_attention="separate", pointer_heads=[[0, 0]])
+    return model, processor_with(processor, passage_attention="separate")
+
+
+def test_slots_with_the_beginning_of_an_answer():
+    row = {"answers": ["Ada", "1815"], "passages": [{"text": "Byron, Ada, Ada"}, {"text": "in 1815"}]}
+    spans = [
+        Segment(0, 0, 7, ""),
+        Segment(0, 7, 9, ""),
+        Segment(0, 9, 15, ""),
+        Segment(1, 0, 3, ""),
+        Segment(1, 3, 7, ""),
+    ]
+    assert slots_with_answer(spans, row).tolist() == [False, True, True, False, True]
+
+
+def attention_by_head(model, processor, row) -> torch.Tensor:
+    """The attention of all heads to the slots of a row: (12, num_slots)."""
+    pointer = PointerAttention([[layer, head] for layer in range(3) for head in range(4)])
+    inputs = slot_inputs(processor, [row], tokens_per_slot=RATE)
+    with torch.inference_mode():
+        model.model(**inputs, **{CACHE: DynamicCache(config=model.config.text_config)}, pointer=pointer)
+    return pointer.by_head()[0, :, inputs["input_ids"][0] == model.config.context_token_id]
+
+
+def test_hits_are_those_of_each_head(aligner):
+    """A row counts for a head if its most attended slot has the answer. Rows without an answer, and rows whose slots
+    all have it, do not count."""
+    rows, expected = article_rows(6, questions=1), torch.zeros(12)
+    for number, row in enumerate(rows):
+        best = attention_by_head(*aligner, row).argmax(dim=1)
+        spans = slot_spans(aligner[1], row["passages"], RATE)
+        row["answers"] = [spans[best[number]].text.strip()]  # this head has found it
+        expected += slots_with_answer(spans, row)[best]
+    no_answer = rows[0] | {"answers": ["nowhere"]}
+    single = rows[0] | {"passages": [{"title": "", "text": "Ada"}], "answers": ["Ada"]}
+    hits, count = count_hits(*aligner, [*rows, no_answer, single], RATE)
+    assert count == len(rows) and expected.sum() >= len(rows)
+    torch.testing.assert_close(hits, expected.view(3, 4), rtol=0, atol=0)
+
+
+def test_f1_of_each_weight(aligner, monkeypatch):
+    """Each weight has the F1 of its own answers, and the configuration keeps its weight."""
+    monkeypatch.setattr(pointer, "WEIGHTS", (0.0, 50.0))
+    monkeypatch.setattr(pointer, "BATCH", 2)
+    model, processor = aligner
+    rows = [row | {"answers": [row["passages"][0]["text"].split()[-1]]} for row in article_rows(5, questions=1)]
+    expected = np.zeros((2, 5))
+    for index, model.config.pointer_weight in enumerate(pointer.WEIGHTS):
+        for number, row in enumerate(rows):
+            inputs = slot_inputs(processor, [row], tokens_per_slot=RATE)
+            sources = [row["question"]], [row["passages"]]
+            (text,), _ = greedy_answers(model, processor, inputs, *sources, tokens_per_slot=RATE)
+            expected[index, number] = 100 * token_f1(text, row["answers"])
+    model.config.pointer_weight = 3.0
+    np.testing.assert_allclose(f1_by_weight(model, processor, rows, RATE), expected)
+    assert model.config.pointer_weight == 3.0
+
+
+def test_best_weight_is_of_all_rates():
+    """The difference is that of each question's mean over the rates."""
+    f1 = [np.zeros((len(WEIGHTS), 4)), np.zeros((len(WEIGHTS), 4))]
+    f1[0][2], f1[1][3] = (100, 0, 100, 0), (0, 0, 0, 100)
+    weight, mean, error = best_weight(f1)
+    assert (weight, mean) == (WEIGHTS[2], 25.0)
+    assert error == pytest.approx(np.std([50, 0, 50, 0], ddof=1) / 2)
+
+
+@pytest.mark.parametrize("gain, saved", [(60.0, True), (0.0, False)])
+def test_command_saves_a_better_weight(recipe_file, checkpoint_dir, tmp_path, monkeypatch, capsys, gain, saved):
+    """Heads and weight are saved together, and only if the F1 rises; the aligner then loads with them."""
+    folder = shutil.copytree(checkpoint_dir, tmp_path / "aligner")
+    edit_json(folder / "config.json", digests=None)
+
+    def f1_of(model, processor, rows, rate):
+        return np.array([[weight == 2.0] * len(rows) for weight in WEIGHTS]) * gain + np.arange(len(rows)) % 2
+
+    monkeypatch.setattr(pointer, "f1_by_weight", f1_of)
+    before = json.loads((folder / "config.json").read_text())
+    main(recipe_file, folder, number=40, rates="2,4", save=True)
+    printed, after = capsys.readouterr().out, json.loads((folder / "config.json").read_text())
+    if saved:
+        assert f"Saved in {folder / 'config.json'}: the heads, and `pointer_weight` 2." in printed
+        heads = after["pointer_heads"]
+        assert after == before | {"pointer_heads": heads, "pointer_weight": 2.0}
+        loaded = ArcAlignerForCausalLM.from_pretrained(folder).config
+        assert loaded.has_pointer and loaded.pointer_heads == sorted(heads) and len(heads) <= pointer.NUM_HEADS
+    else:
+        assert "Nothing was saved: the difference of the best weight" in printed and after == before
+
+
+def test_unsuitable_questions_are_refused(recipe_file, checkpoint_dir, monkeypatch):
+    monkeypatch.setattr(pointer, "count_hits", lambda *arguments: (torch.zeros(2, 4), 0))
+    with pytest.raises(ValueError, match="None of .* has an answer in one of several slots; expected"):
+        main(recipe_file, checkpoint_dir, number=40, rates="2")
