@@ -228,8 +228,8 @@ def main(
     seconds: Annotated[
         float,
         typer.Option(
-            help="Seconds after which no further round starts, for each number of passages. At least "
-            f"{MIN_ROUNDS} rounds are measured."
+            help="Seconds after which no further round starts, for each number of passages. A round measures each row "
+            f"of the table once. At least {MIN_ROUNDS} rounds are measured."
         ),
     ] = 60.0,
     data: Annotated[Path, typer.Option(help="JSON Lines file of questions with passages.")] = SQUAD_SAMPLE,

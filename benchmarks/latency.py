@@ -104,8 +104,8 @@ def main(
     seconds: Annotated[
         float,
         typer.Option(
-            help="Seconds after which no further round starts, for each number of passages and of tokens per slot. At "
-            f"least {MIN_ROUNDS} rounds are measured."
+            help="Seconds after which no further round starts, for each pair of a number of passages and a number of "
+            f"tokens per slot. A round measures each method once. At least {MIN_ROUNDS} rounds are measured."
         ),
     ] = 30.0,
     data: Annotated[Path, typer.Option(help="JSON Lines file of questions with passages.")] = SQUAD_SAMPLE,

@@ -83,7 +83,11 @@ def load_rows(name: str, settings: EvaluationSettings) -> list[Row]:
             f"CORPUS`, or add `passages` to {name}.jsonl.gz in a folder, and pass this folder with `--data`."
         )
     if num_empty := sum(not row["passages"] for row in rows):
-        logger.warning("%s: %d of %d questions have no passages", TASKS[name].title, num_empty, len(rows))
+        logger.warning(
+            "%s: %d of %d questions have no passages. They are answered without any, and count in the scores. "
+            "`--passages retrieved --corpus CORPUS` finds passages for all questions.",
+            *(TASKS[name].title, num_empty, len(rows)),
+        )
     return rows
 
 

@@ -353,8 +353,9 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], cached: dict[
     notes = [
         "**Compression** is how many times fewer positions the used passages take than their whole text. At 2, slots "
         "replace two tokens each, and of truncated text only the first half is given.",
-        "**All passages, not weighted**: the model attends to all passages of the question alike. Users who set "
-        "`max_passages` to two or more get [weighted](docs/extensions.md#which-passages-are-used) passages instead.",
+        "**All passages, not weighted**: the model attends to all passages of the question alike. `evaluate` "
+        "measures this. Pipeline and server instead [weight](docs/extensions.md#which-passages-are-used) the passages "
+        "if `max_passages` is two or more.",
         f"**F1** is in percent, measured on {counts} questions of each set{fewer_questions(sets)}.",
         "**Fine-tuned**: the base model has a LoRA that was trained on 4,000 questions with the whole text of their "
         "passages. We call it the *fine-tuned reader*. Its times were not measured separately: they are those of the "
@@ -368,8 +369,8 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], cached: dict[
         "text that is cached for each passage.",
         "**The default** scores passages and uses the one with the highest score, or the best two if the question "
         "needs two. Its times include the scoring, and are those of questions that were answered from one passage. "
-        "They are upper bounds: all passages were scored, and today only [some of "
-        "them](docs/extensions.md#selection-of-passages) are.",
+        "Only [some passages](docs/extensions.md#selection-of-passages) are scored, so twenty take hardly longer than "
+        "five.",
         "**A dash** means not measured.",
         f"**CPUs.** The two time columns come from different CPUs ({latency['machine']['cpu']}; for cached "
         f"passages {cached['machine']['cpu']}), so compare times within one column only.",

@@ -79,7 +79,7 @@ class FullTextArguments:
         if self.writes == "question" and self.passage_attention == "separate":
             raise ValueError(
                 "`passage_attention` is 'separate', but with `writes: question` the passages of a row are joined into "
-                "one text. Leave `passage_attention` out, or set `writes` to answer."
+                "one text. Leave `passage_attention` out, or set `writes: answer`."
             )
         if self.passage_attention not in PASSAGE_ATTENTIONS:
             raise ValueError(

@@ -435,10 +435,11 @@ class AlignerTrainingConfig(SFTConfig):
         }
         wrong = {name: value for name, value in refused.items() if value}
         if wrong:
+            advice = " To exclude examples that are too long, set `max_tokens`." if "max_length" in wrong else ""
             raise ValueError(
-                f"{' and '.join(f'`{name}={value}`' for name, value in wrong.items())} would separate slots from their "
-                f"embeddings. Leave {' and '.join(f'`{name}`' for name in wrong)} out. To exclude examples that are "
-                "too long, set `max_tokens`."
+                f"{' and '.join(f'`{name}={value}`' for name, value in wrong.items())} would remove or move tokens of "
+                "an example, so that its slots would no longer match their embeddings. Leave "
+                f"{' and '.join(f'`{name}`' for name in wrong)} out.{advice}"
             )
         if self.eval_slot_gap and self.per_device_eval_batch_size < 2:
             raise ValueError(

@@ -228,13 +228,14 @@ def main(
         int,
         typer.Option(
             "-n",
-            help="About how many questions about held-out articles to use, and a quarter as many texts to reconstruct.",
+            help="Approximate number of questions on held-out articles. A quarter as many texts are reconstructed.",
         ),
     ] = 1000,
     num_answers: Annotated[
         int,
         typer.Option(
-            "--answers", help="About how many of these questions to answer as well, to measure the F1; 0 for none."
+            "--answers",
+            help="Approximate number of the questions of `-n` that are also answered, to measure the F1; 0 for none.",
         ),
     ] = 0,
     output: Annotated[

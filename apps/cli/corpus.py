@@ -149,7 +149,11 @@ def precompute_as_read(
 @corpus_app.command("remove")
 def remove(
     documents: Annotated[
-        list[str], typer.Argument(metavar="DOCUMENT...", help="Ids of documents: what `ask` prints before the colon.")
+        list[str],
+        typer.Argument(
+            metavar="DOCUMENT...",
+            help="Ids of documents, such as letters/letter.txt. `ask` prints a passage as ID:START-END.",
+        ),
     ],
     corpus: CorpusFolder,
 ) -> None:

@@ -271,8 +271,9 @@ class Corpus:
             if missing := [document for document in documents if document not in digests]:
                 like = sorted(document for document in self.documents() if document.endswith(missing[0]))[:1]
                 raise ValueError(
-                    f"The corpus {self.path} has no document {missing[0]!r}; expected the id of a document: what "
-                    f"`arcaligner ask` prints before the colon{f', such as {like[0]!r}' if like else ''}."
+                    f"The corpus {self.path} has no document {missing[0]!r}; expected the id of a "
+                    f"document{f', such as {like[0]!r}' if like else ''}. `arcaligner ask` prints a passage as "
+                    "ID:START-END."
                 )
             self.delete(documents)
             self.optimize()

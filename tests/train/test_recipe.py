@@ -49,7 +49,7 @@ def test_missing_recipe_is_named(tmp_path):
     [
         ("learning_rat: 1", "Unknown key `learning_rat` in the recipe. Did you mean `learning_rate`?"),
         *(
-            (setting, f"`{setting.split(':')[0]}=.*slots from their")
+            (setting, f"`{setting.split(':')[0]}=.*its slots would no longer match")
             for setting in ("packing: true", "padding_free: true", "max_length: 64", "remove_unused_columns: true")
         ),
         ("eval_slot_gap: true\nper_device_eval_batch_size: 1", "`per_device_eval_batch_size` is 1"),

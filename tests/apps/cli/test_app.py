@@ -292,7 +292,7 @@ def test_train_errors_print_one_line(run_cli, monkeypatch):
     monkeypatch.setattr(stages, "run_to_end", lambda command: 1)
     for options, message in (
         (("--recipe", "tiny", "--", "--output_dir", "x"), "Pass a folder for all stages as `--output`"),
-        (("--recipe", "tiny", "--output", "none"), "1_reconstruction failed with exit code 1; see the message above"),
+        (("--recipe", "tiny", "--output", "none"), "1_reconstruction failed with exit code 1; the reason is above"),
     ):
         code, out, err = run_cli("train", *options)
         assert code == 1 and out == ""
