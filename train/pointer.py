@@ -42,10 +42,21 @@ from .distractors import needed_and_others
 from .num_passages import FITTED, MEASURED, half_of
 from .prompts import slot_inputs
 from .ranking import difference
+from .recipe import RecipeArguments
 from .validate import ALIGNER_HELP, BATCH, RECIPE_HELP, load_mean, question_rows, read_recipe
 
 NUM_HEADS = 16
 WEIGHTS = (0.0, 0.5, 1.0, 2.0, 3.0)
+
+
+def needed_rows(recipe: RecipeArguments, number: int) -> dict[int, list[Row]]:
+    """About `number` questions of the held-out articles with the passages that they need, by the half of the articles
+    (`FITTED` or `MEASURED`)."""
+    rows = question_rows(recipe, number)
+    return {
+        half: [row | {"passages": needed_and_others(row)[0]} for row in rows if half_of(row) == half]
+        for half in (FITTED, MEASURED)
+    }
 
 
 def slots_with_answer(spans: Sequence[Segment], row: Row) -> torch.BoolTensor:
@@ -131,10 +142,7 @@ def main(
     for several weights of their attention."""
     model, processor = load_mean([aligner])
     compressions = [rate if rate == "segment" else int(rate) for rate in rates.split(",")]
-    rows = [
-        row | {"passages": needed_and_others(row)[0]} for row in question_rows(read_recipe(recipe, data_dir), number)
-    ]
-    halves = {half: [row for row in rows if half_of(row) == half] for half in (FITTED, MEASURED)}
+    halves = needed_rows(read_recipe(recipe, data_dir), number)
     results = [count_hits(model, processor, halves[FITTED], rate) for rate in compressions]
     if not all(count for _, count in results):
         raise ValueError(

@@ -17,7 +17,16 @@ from arcaligner.common.rows import token_f1
 from arcaligner.pointer_arcaligner import PointerAttention, slot_spans
 from arcaligner.segmentation_arcaligner import Segment
 from arcaligner.train import pointer
-from arcaligner.train.pointer import WEIGHTS, best_weight, count_hits, f1_by_weight, main, slots_with_answer
+from arcaligner.train.num_passages import half_of
+from arcaligner.train.pointer import (
+    WEIGHTS,
+    best_weight,
+    count_hits,
+    f1_by_weight,
+    main,
+    needed_rows,
+    slots_with_answer,
+)
 from arcaligner.train.prompts import slot_inputs
 
 RATE = 2
@@ -27,6 +36,19 @@ RATE = 2
 def aligner(processor):
     model = aligner_for(processor, passage_attention="separate", pointer_heads=[[0, 0]])
     return model, processor_with(processor, passage_attention="separate")
+
+
+def test_questions_have_their_needed_passages(monkeypatch):
+    """Each question is in the half of its first needed passage, also if this is not its first passage."""
+    towns = [row["passages"][0] for row in article_rows(12, questions=1)]
+    rows = [{"id": str(at), "passages": towns, "gold": [at, 11]} for at in range(3, 9)]
+    monkeypatch.setattr(pointer, "question_rows", lambda recipe, number: rows)
+    halves = needed_rows(None, 6)
+    assert sorted(row["id"] for half in halves.values() for row in half) == list("345678") and all(halves.values())
+    for half, of_half in halves.items():
+        for row in of_half:
+            assert row["passages"] == [towns[int(row["id"])], towns[11]]
+            assert half_of({"passages": row["passages"][:1], "gold": []}) == half
 
 
 def test_slots_with_the_beginning_of_an_answer():
