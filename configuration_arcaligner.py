@@ -362,8 +362,8 @@ class ArcAlignerConfig(PreTrainedConfig):
         check_answerability_layers(self.answerability_layers, num_layers)
         check_multihop_head(self.use_multihop_head, self.answerability_layers)
         check_pointer_heads(self.pointer_heads, num_layers, self.text_config.num_attention_heads)
-        if self.pointer_weight < 0:
-            raise ValueError(f"`pointer_weight` is {self.pointer_weight!r}; expected a number of at least 0.")
+        if not 0 <= self.pointer_weight < math.inf:
+            raise ValueError(f"`pointer_weight` is {self.pointer_weight!r}; expected a finite number of at least 0.")
         for name in ("scored_share", "most_answerability"):
             if not 0 <= (value := getattr(self, name)) <= 1:
                 raise ValueError(f"`{name}` is {value!r}; expected a number from 0 to 1.")

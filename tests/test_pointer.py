@@ -2,18 +2,20 @@
 
 import pytest
 import torch
+from accelerate import dispatch_model
 from conftest import aligner_for, chat_inputs, pipeline_of, processor_with, random_head
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import random_row, tiny_aligner
-from transformers import DynamicCache, StaticCache
+from tiny_models import tiny_aligner
+from transformers import Cache, DynamicCache, StaticCache
+from transformers.cache_utils import QuantizedLayer
 
 from arcaligner import ArcAlignerConfig, answering_arcaligner
 from arcaligner.answering_arcaligner import PassageCopyLogitsProcessor, greedy_answers
 from arcaligner.attention_arcaligner import CACHE
 from arcaligner.configuration_arcaligner import check_pointer_heads
 from arcaligner.modeling_arcaligner import PrefillOutputs
-from arcaligner.pointer_arcaligner import Pointer, PointerAttention, log_shares_of_words, slot_spans
+from arcaligner.pointer_arcaligner import Pointer, PointerAttention, last_weights, log_shares_of_words, slot_spans
 from arcaligner.segmentation_arcaligner import Segment
 
 QUESTION = "Who wrote it?"
@@ -49,10 +51,12 @@ def test_attention_equals_recorded_weights(processor, backbone, kernel):
     weights = model(**inputs, output_attentions=True).attentions  # each (1, heads, seq_len, seq_len)
     expected = torch.stack([weights[layer][0, head, -1] for layer, head in HEADS]).mean(dim=0)
     model.set_attn_implementation(kernel)
-    outputs = model(**inputs, **{CACHE: DynamicCache(config=model.config.text_config)})
-    torch.testing.assert_close(outputs.pointer_attention[0].double(), expected.double(), rtol=0, atol=1e-6)
+    model(
+        **inputs, **{CACHE: DynamicCache(config=model.config.text_config)}, pointer=(pointer := PointerAttention(HEADS))
+    )
+    torch.testing.assert_close(pointer.mean()[0].double(), expected.double(), rtol=0, atol=1e-6)
     is_slot = inputs["input_ids"][0] == model.config.context_token_id
-    torch.testing.assert_close(attention_of(model, inputs)[0], outputs.pointer_attention[0, is_slot])
+    torch.testing.assert_close(attention_of(model, inputs)[0], pointer.mean()[0, is_slot])
 
 
 def test_cached_passages_have_the_same_attention(pointing):
@@ -87,20 +91,67 @@ def test_attention_changes_nothing_else(pointing):
     """A layer that is computed once more leaves hidden states, cache and logits as they are."""
     model, processor = pointing
     inputs, results = chat_inputs(processor, QUESTION, DOCUMENTS), []
-    for model.config.pointer_weight in (0.0, 1.0):
+    for pointer in (None, PointerAttention(HEADS)):
         cache = DynamicCache(config=model.config.text_config)
-        outputs = model(**inputs, **{CACHE: cache})
+        outputs = model(**inputs, **{CACHE: cache}, pointer=pointer)
         results.append([outputs.logits, *(layer.keys for layer in cache.layers)])
     torch.testing.assert_close(*results, rtol=0, atol=0)
-    assert outputs.pointer_attention is not None
+    assert pointer.mean() is not None
 
 
-def test_no_cache_has_no_attention():
-    model = tiny_aligner(pointer_heads=HEADS, pointer_weight=1.0)
-    row = random_row(model, 5)
-    assert PointerAttention(HEADS).mean() is None
-    inputs = {"input_ids": row.input_ids[None], "context_embeds": row.context_embeds[None]}
-    assert model(**inputs, use_cache=False).pointer_attention is None
+def test_no_cache_has_no_attention(processor):
+    model = aligner_for(processor, pointer_heads=HEADS, pointer_weight=1.0)
+    inputs = chat_inputs(processor, QUESTION, DOCUMENTS)
+    assert attention_of(model, inputs | {"use_cache": False}) is None and attention_of(model, inputs) is not None
+
+
+class IdentityLayer(QuantizedLayer):
+    """A quantized layer without rounding."""
+
+    def _quantize(self, tensor, axis):
+        return tensor
+
+    def _dequantize(self, tensor):
+        return tensor
+
+
+def test_quantized_cache_has_no_attention(processor):
+    model = aligner_for(processor, pointer_heads=HEADS, pointer_weight=1.0)
+    cache = Cache(layers=[IdentityLayer() for _ in range(model.config.text_config.num_hidden_layers)])
+    assert attention_of(model, chat_inputs(processor, QUESTION, DOCUMENTS) | {CACHE: cache}) is None
+
+
+def test_masks_of_flash_attention(processor):
+    """A mask of positions hides padding."""
+    model = aligner_for(processor, pointer_heads=HEADS, pointer_weight=1.0)
+    states, mask = torch.randn(2, 1, 24, dtype=torch.float64), torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    cache, layer = DynamicCache(config=model.config.text_config), model.model.decoder_layers[0]
+    shape = 2, 2, 5, model.config.text_config.head_dim
+    cache.update(torch.randn(*shape).double(), torch.randn(*shape).double(), 0)
+    angles = torch.zeros(2, 5, shape[-1]).double()
+    pointer = PointerAttention([[0, 1]])
+    kwargs = {"position_embeddings": (angles + 1, angles), "attention_mask": mask, CACHE: cache}
+    pointer.add(layer, type(layer).__bases__[-1].forward, states, kwargs)
+    (weights,) = pointer.by_layer.values()
+    assert not weights[0, :, :2].any() and weights[0, :, 2:].all() and weights[1].all()
+
+
+def test_large_products_in_float16():
+    """Scores above the range of float16 before they are scaled do not become NaN."""
+    module, query = torch.nn.Module(), torch.full((1, 2, 1, 64), 40.0, dtype=torch.float16)
+    key = torch.cat([query[:, :1], query[:, :1] - 1], dim=2)
+    last_weights(module, query, key, key, None, scaling=0.001)
+    expected = torch.tensor([40.0 * 40, 40 * 39]).mul(64 * 0.001).softmax(0)
+    torch.testing.assert_close(module.last_weights[0, :, 0], expected.expand(2, 2), rtol=1e-3, atol=1e-3)
+
+
+def test_hooked_modules_have_the_same_attention(processor):
+    """accelerate replaces the forward of each module of a dispatched model."""
+    model = aligner_for(processor, pointer_heads=HEADS, pointer_weight=1.0)
+    inputs = chat_inputs(processor, QUESTION, DOCUMENTS)
+    expected = attention_of(model, inputs)
+    dispatched = dispatch_model(model, device_map={"": "cpu"}, force_hooks=True)
+    torch.testing.assert_close(attention_of(dispatched, inputs), expected, rtol=0, atol=1e-6)
 
 
 def test_sliding_layers_have_no_attention(processor):
@@ -159,6 +210,20 @@ def test_attended_words_begin_answers(processor, rows):
         torch.testing.assert_close(difference, expected[:, encode(word)] - expected[:, encode("Nobody")])
 
 
+def test_no_is_not_lowered(processor):
+    """Also if a passage has this word in a slot with little attention."""
+    documents = ["It was Ada. Then no more yes."]
+    prefill = PrefillOutputs(slot_attention=torch.tensor([[0.9, 1e-4]]), is_slot=torch.ones(1, 2).bool())
+    copier = PassageCopyLogitsProcessor(
+        processor, [documents], 3.0, None, Pointer(processor, [documents], "segment", 2.0, prefill)
+    )
+    scores = copier(torch.zeros(1, 4).long(), torch.zeros(1, len(processor.tokenizer)))[0]
+    first = {
+        word: processor.tokenizer(word, add_special_tokens=False)["input_ids"][0] for word in ("no", "Ada", "more")
+    }
+    assert scores[first["no"]] == scores[first["Ada"]] > scores[first["more"]]
+
+
 def test_other_slots_do_not_count(processor):
     """If the slots are not those of the passages, for example because of `max_slots`, all words are equal."""
     equal = first_scores(processor, [1.0, 1.0, 1.0], 2.0)
@@ -206,8 +271,9 @@ def test_batches_answer_as_single_questions(pointing, options):
     random_head(model)
     model.config.pointer_weight = HUGE
     rows = [{"question": QUESTION, "documents": documents} for documents in (DOCUMENTS, ["Ada. Byron."], [])]
+    rows = rows if options.get("max_passages") else ["Once upon", *rows]
     ask = pipeline_of(model, processor, max_new_tokens=3)
-    together, alone = (ask(rows, batch_size=size, copy_bonus=HUGE, **options) for size in (3, 1))
+    together, alone = (ask(rows, batch_size=size, copy_bonus=HUGE, **options) for size in (4, 1))
     assert together == alone and "recursion_depth" not in together[0][0]
 
 
@@ -228,9 +294,10 @@ def test_missing_heads_are_refused(heads, message):
         check_pointer_heads(heads, 2, 4)
 
 
-def test_negative_weight_is_refused():
-    with pytest.raises(ValueError, match="`pointer_weight` is -1; expected"):
-        tiny_aligner(pointer_heads=HEADS, pointer_weight=-1)
+@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf")])
+def test_unusable_weight_is_refused(weight):
+    with pytest.raises(ValueError, match="`pointer_weight` is .*; expected a finite number"):
+        tiny_aligner(pointer_heads=HEADS, pointer_weight=weight)
 
 
 def test_heads_are_saved(tmp_path):

@@ -12,7 +12,8 @@ as the first word: the logarithm of the attention, times `pointer_weight`.
    those to the weight 0, for the same questions, with their standard errors.
 
 `--save` saves the heads and the best weight in `config.json` of the aligner, if its difference, the mean over all
-values of `tokens_per_slot`, is more than twice its standard error. No test set is used. vLLM and llama.cpp do not
+values of `tokens_per_slot`, is more than twice its standard error. It is the best of several
+weights, so it looks a little better than it is. No test set is used. vLLM and llama.cpp do not
 report their attention, so pointer heads have no effect on answers that they generate.
 """
 
@@ -80,7 +81,7 @@ def count_hits(
     config, device = model.config.text_config, model.device
     layers, heads = config.num_hidden_layers, config.num_attention_heads
     every_head = [[layer, head] for layer in range(layers) for head in range(heads)]
-    hits, count = torch.zeros(layers * heads, device=device), 0
+    hits, count = torch.zeros(layers, heads, device=device), 0
     for row in tqdm(rows, desc=f"finding heads, tokens_per_slot={tokens_per_slot}", leave=False):
         has_answer = slots_with_answer(slot_spans(processor, row["passages"], tokens_per_slot), row).to(device)
         inputs = slot_inputs(processor, [row], tokens_per_slot=tokens_per_slot).to(device)
@@ -89,9 +90,10 @@ def count_hits(
             continue
         pointer = PointerAttention(every_head)
         model.model(**inputs, **{CACHE: DynamicCache(config=config)}, pointer=pointer)
-        attention = pointer.by_head()[0, :, is_slot]  # (layers * heads, num_slots)
-        hits, count = hits + has_answer[attention.argmax(dim=1)], count + 1
-    return hits.view(layers, heads).cpu(), count
+        for layer, weights in pointer.by_layer.items():  # without layers that have a sliding window
+            hits[layer] += has_answer[weights[0, :, is_slot].argmax(dim=1)]
+        count += 1
+    return hits.cpu(), count
 
 
 @torch.inference_mode()

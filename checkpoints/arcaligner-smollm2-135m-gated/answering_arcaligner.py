@@ -883,7 +883,7 @@ def copied_texts(tokenizer, documents: Sequence[str | dict], no_answer: str | No
     others = [text for text in (*YES_NO, no_answer) if text] if texts else []
     other_ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in others]
     words = [{ids[0]: [(ids, [*[False] * (len(ids) - 1), True], 0)]} for ids in other_ids]
-    return copied + [CopiedText([], [], word, {}) for word in words]
+    return copied + [CopiedText([], [], word, {first: [0] for first in word}) for word in words]
 
 
 def numbers_of_texts(documents: Sequence[str | dict]) -> list[int | None]:

@@ -110,14 +110,10 @@ class ArcAlignerCausalLMOutputWithPast(CausalLMOutputWithPast):
     answerability_logits (`torch.FloatTensor` of shape `(batch,)`, *optional*):
         Log-odds that the passages contain an answer, computed from the last token, so the prompt has to be padded on
         the left. Only with an [`AnswerabilityHead`], and not in training or for generated tokens.
-    pointer_attention (`torch.FloatTensor` of shape `(batch, kv_len)`, *optional*):
-        Attention of the last token to all positions, the mean over the pointer heads. Only with
-        `config.has_pointer` and a cache, and not in training or for generated tokens.
     """
 
     recursion_depth: torch.LongTensor | None = None
     answerability_logits: torch.FloatTensor | None = None
-    pointer_attention: torch.FloatTensor | None = None
 
 
 @dataclass
@@ -135,13 +131,16 @@ class PrefillOutputs:
         The pointer heads' attention to the slots of each row, in their order; rows with fewer slots end in zeros.
         Not with assisted decoding.
     is_slot (`torch.BoolTensor` of shape `(batch, prompt_len)`, *optional*):
-        Which positions of the prompt are slots.
+        Which positions of the prompt are slots, if the aligner has pointer heads.
+    pointer ([`PointerAttention`], *optional*):
+        Their attention to all positions.
     """
 
     recursion_depth: torch.LongTensor | None = None
     answerability_logits: torch.FloatTensor | None = None
     slot_attention: torch.FloatTensor | None = None
     is_slot: torch.BoolTensor | None = None
+    pointer: PointerAttention | None = None
 
 
 class ContextProjector(nn.Module):
@@ -1462,7 +1461,7 @@ class SlotGenerationMixin(GenerationMixin):
         refinement_budget=None,
         cache=None,
         slot_bias=None,
-        prefill=None,  # no input of the model
+        prefill=None,  # no input of the model, but for its `pointer`
         **kwargs,
     ):
         cache = one_cache(past_key_values, cache)
@@ -1481,6 +1480,8 @@ class SlotGenerationMixin(GenerationMixin):
         new_ids = model_inputs.get("input_ids")
         if slot_bias is not None:
             model_inputs["slot_bias"] = slot_bias
+        if prefill is not None and prefill.pointer is not None:
+            model_inputs["pointer"] = prefill.pointer
         is_one = new_ids is not None and new_ids.shape[1] == 1
         if is_one and cache is not None and not is_first_iteration:
             model_inputs["is_generated"] = True
@@ -1500,11 +1501,11 @@ class SlotGenerationMixin(GenerationMixin):
             prefill.recursion_depth = outputs.recursion_depth
             has_candidates = outputs.logits.shape[1] > 1  # of assisted decoding, computed after the prompt
             prefill.answerability_logits = None if has_candidates else outputs.answerability_logits
-            prefill.slot_attention = None
-            if outputs.pointer_attention is not None and not has_candidates and prefill.is_slot is not None:
-                attention = outputs.pointer_attention[:, : prefill.is_slot.shape[1]]
-                is_slot = prefill.is_slot.repeat_interleave(len(attention) // len(prefill.is_slot), dim=0)
-                rows = [row[row_slots] for row, row_slots in zip(attention, is_slot, strict=True)]
+            attention = None if prefill.pointer is None or has_candidates else prefill.pointer.mean()
+            if attention is not None:
+                is_slot = prefill.is_slot.to(attention.device)
+                is_slot = is_slot.repeat_interleave(len(attention) // len(is_slot), dim=0)
+                rows = [row[: len(slots)][slots] for row, slots in zip(attention, is_slot, strict=True)]
                 prefill.slot_attention = pad_sequence(rows, batch_first=True)
         return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
 
@@ -1557,8 +1558,11 @@ class SlotGenerationMixin(GenerationMixin):
             raise ValueError(
                 f"`prefill_chunk_size` is {chunk_size}, but a prompt with slots cannot be prefilled in chunks. {advice}"
             )
-        if input_ids is not None and (prefill := kwargs.get("prefill")) is not None:
-            prefill.is_slot = input_ids == self.config.context_token_id
+        if (prefill := kwargs.get("prefill")) is not None:
+            has_pointer = self.config.has_pointer and input_ids is not None
+            prefill.pointer = PointerAttention(self.config.pointer_heads) if has_pointer else None
+            prefill.is_slot = input_ids == self.config.context_token_id if has_pointer else None
+            prefill.slot_attention = None
         if (passage_prior := kwargs.pop("passage_prior", None)) is not None:
             kwargs["slot_bias"] = self.slot_bias(input_ids, kwargs.get("context_passage_ids"), passage_prior)
         return super().generate(inputs, *args, **kwargs)
@@ -1739,9 +1743,6 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
         layer_states = None
         if only_answerability or (is_prefill and self.answerability_head is not None):
             kwargs["layer_states"] = layer_states = self._new_layer_states(only_answerability)
-        pointer = None
-        if is_prefill and self.config.has_pointer and not only_answerability:
-            kwargs["pointer"] = pointer = PointerAttention(self.config.pointer_heads)
         if labels is not None:
             check_ids(labels, "`labels`", self.config.text_config.vocab_size, (-100, self.config.context_token_id))
         outputs = self.model(
@@ -1784,7 +1785,6 @@ class ArcAlignerForCausalLM(ArcAlignerPreTrainedModel, SlotGenerationMixin):
             attentions=outputs.attentions,
             recursion_depth=outputs.recursion_depth,
             answerability_logits=answerability,
-            pointer_attention=None if pointer is None else pointer.mean(),
         )
 
     def _new_layer_states(self, only_answerability: bool) -> LayerStates:

@@ -335,7 +335,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             scores=bool(slots) and (min_confidence is not None or return_slots),
             traces=return_slots,
             min_confidence=min_confidence,
-            tokens_per_slot=rows[0].tokens_per_slot,  # all rows of a call have the same
+            # All rows with passages have the same.
+            tokens_per_slot=next((row.tokens_per_slot for row in rows if row.tokens_per_slot is not None), None),
         )
         outputs = super()._forward(model_inputs, **slots, **call.options(generate_kwargs))
         if call.answerability is not None:

@@ -15,6 +15,8 @@ from .segmentation_arcaligner import Segment, tokenize_segments
 
 LAST_WEIGHTS = "arcaligner_last_weights"  # an attention kernel that computes weights only
 MIN_SHARE = 1e-9  # of the attention, for a logarithm
+# Attributes with which accelerate replaces the forward of a module; a copy of it would call the original.
+HOOKED = "forward", "_old_forward", "_hf_hook"
 
 
 def last_weights(
@@ -29,23 +31,24 @@ def last_weights(
 ) -> tuple[torch.Tensor, None]:
     """An attention kernel that leaves its weights (batch, heads, queries, kv_len), float32, in `module.last_weights`.
     Its output is zero."""
+    dtype = torch.promote_types(query.dtype, torch.float32)  # products may overflow in float16
     grouped = query.unflatten(1, (key.shape[1], -1)).flatten(2, 3)  # (batch, kv_heads, group * queries, head_dim)
-    scores = (grouped @ key.transpose(2, 3)).view(*query.shape[:3], -1) * scaling
+    scores = ((grouped.to(dtype) * scaling) @ key.to(dtype).transpose(2, 3)).view(*query.shape[:3], -1)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if attention_mask is not None:
         is_flag = attention_mask.dtype == torch.bool
         scores = scores.masked_fill(~attention_mask, -torch.inf) if is_flag else scores + attention_mask
-    module.last_weights = torch.nn.functional.softmax(scores, dim=-1, dtype=torch.float32)
-    return torch.zeros_like(query).transpose(1, 2), None
+    module.last_weights = torch.nn.functional.softmax(scores, dim=-1).float()
+    return query.new_zeros(*query.shape[:3], value.shape[-1]).transpose(1, 2), None
 
 
 AttentionInterface.register(LAST_WEIGHTS, last_weights)
 
 
 class PointerAttention:
-    """The attention of a prompt's last token to all positions, the mean over `heads`. Layers add their part in the
-    prefill.
+    """The attention of a prompt's last token to all positions, the mean over `heads`. Layers add their part in a
+    prefill with a cache. Prompts are padded on the left.
 
     Args:
         heads (`list[list[int]]`): Numbers of a layer and of a head in it, as in `config.pointer_heads`.
@@ -55,7 +58,7 @@ class PointerAttention:
         self.heads: dict[int, list[int]] = {}
         for layer, head in heads:
             self.heads.setdefault(layer, []).append(head)
-        self._parts: list[torch.Tensor] = []  # of each layer, (batch, heads, kv_len)
+        self.by_layer: dict[int, torch.Tensor] = {}  # of each layer, (batch, heads, kv_len), float32
 
     @torch.no_grad()
     def add(self, layer: torch.nn.Module, run_layer, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> None:
@@ -68,27 +71,31 @@ class PointerAttention:
         """
         keys_values = kwargs[CACHE].layers[layer.layer_idx]
         if keys_values.is_sliding or not isinstance(keys_values, DynamicLayer | StaticLayer):
-            return  # it does not have the keys of all positions as they were computed
+            return  # it does not have the keys of all positions
+        if keys_values.keys.dim() != 4 or keys_values.keys.shape[2] < keys_values.get_seq_length():
+            return  # nor as they were computed: it is a quantized one
         reader, attention = copy.copy(layer), copy.copy(layer.self_attn)
+        for name in HOOKED:
+            attention.__dict__.pop(name, None)
         attention.config = copy.copy(attention.config)
         attention.config._attn_implementation = LAST_WEIGHTS
         reader._modules = {**layer._modules, "self_attn": attention}
         num_rows, length = len(hidden_states), kwargs["position_embeddings"][0].shape[1]
         last = torch.full((num_rows, 1), length - 1, device=hidden_states.device)
         mask, device = kwargs["attention_mask"], hidden_states.device
-        inputs = gather_rotary(kwargs, last) | {"attention_mask": mask if mask is None else mask[:, :, -1:]}
+        if mask is not None and mask.dim() == 2:  # of flash attention
+            mask = mask[:, None, None].bool()
+        inputs = gather_rotary(kwargs, last) | {"attention_mask": None if mask is None else mask[:, :, -1:]}
         inputs[CACHE] = CompleteKeysValues(keys_values.keys.to(device), keys_values.values.to(device))
         run_layer(reader, hidden_states, **{**kwargs, **inputs})
-        self._parts.append(attention.last_weights[:, self.heads[layer.layer_idx], 0])
-
-    def by_head(self) -> torch.Tensor | None:
-        """The attention of each head, in the order of the layers, (batch, heads, kv_len), float32; `None` without a
-        cache that has the keys of all positions."""
-        return torch.cat([part.to(self._parts[-1].device) for part in self._parts], dim=1) if self._parts else None
+        self.by_layer[layer.layer_idx] = attention.last_weights[:, self.heads[layer.layer_idx], 0]
 
     def mean(self) -> torch.Tensor | None:
-        """The mean over all heads, (batch, kv_len); `None` as for `by_head`."""
-        return None if (weights := self.by_head()) is None else weights.mean(dim=1)
+        """The mean over all heads, (batch, kv_len); `None` if no layer has a cache with the keys of all positions."""
+        if not self.by_layer:
+            return None
+        *_, last = self.by_layer.values()
+        return torch.cat([weights.to(last.device) for weights in self.by_layer.values()], dim=1).mean(dim=1)
 
 
 def slot_spans(processor, passages: Sequence[str | dict], tokens_per_slot: int | str) -> list[Segment]:

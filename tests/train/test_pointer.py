@@ -69,7 +69,7 @@ def attention_by_head(model, processor, row) -> torch.Tensor:
     inputs = slot_inputs(processor, [row], tokens_per_slot=RATE)
     with torch.inference_mode():
         model.model(**inputs, **{CACHE: DynamicCache(config=model.config.text_config)}, pointer=pointer)
-    return pointer.by_head()[0, :, inputs["input_ids"][0] == model.config.context_token_id]
+    return torch.cat([*pointer.by_layer.values()], dim=1)[0, :, inputs["input_ids"][0] == model.config.context_token_id]
 
 
 def test_hits_are_those_of_each_head(aligner):
