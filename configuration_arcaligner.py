@@ -134,9 +134,9 @@ def check_alignment(passage_alignment: str, text_config: PreTrainedConfig) -> No
     )
 
 
-def check_pointer_heads(heads: list[list[int]] | None, num_layers: int, num_heads: int) -> None:
+def check_pointer_heads(heads: list[list[int]], num_layers: int, num_heads: int) -> None:
     """Raise `ValueError` for pointer heads that the backbone does not have."""
-    for head in heads or []:
+    for head in heads:
         if len(head) != 2 or not all(is_number(value, Integral) for value in head):
             raise ValueError(
                 f"`pointer_heads` contains {head!r}; expected two whole numbers, of a layer and of a head in it."
@@ -361,7 +361,8 @@ class ArcAlignerConfig(PreTrainedConfig):
         check_alignment(self.passage_alignment, self.text_config)
         check_answerability_layers(self.answerability_layers, num_layers)
         check_multihop_head(self.use_multihop_head, self.answerability_layers)
-        check_pointer_heads(self.pointer_heads, num_layers, self.text_config.num_attention_heads)
+        if self.pointer_heads:
+            check_pointer_heads(self.pointer_heads, num_layers, self.text_config.num_attention_heads)
         if not 0 <= self.pointer_weight < math.inf:
             raise ValueError(f"`pointer_weight` is {self.pointer_weight!r}; expected a finite number of at least 0.")
         for name in ("scored_share", "most_answerability"):

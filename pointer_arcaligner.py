@@ -11,7 +11,6 @@ from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from .attention_arcaligner import CACHE
 from .refinement_arcaligner import CompleteKeysValues, gather_rotary
-from .segmentation_arcaligner import Segment, tokenize_segments
 
 LAST_WEIGHTS = "arcaligner_last_weights"  # an attention kernel that computes weights only
 MIN_SHARE = 1e-9  # of the attention, for a logarithm
@@ -98,13 +97,6 @@ class PointerAttention:
         return torch.cat([weights.to(last.device) for weights in self.by_layer.values()], dim=1).mean(dim=1)
 
 
-def slot_spans(processor, passages: Sequence[str | dict], tokens_per_slot: int | str) -> list[Segment]:
-    """The part of a passage that each slot of a prompt represents, in the order of the slots."""
-    segments = processor.slot_encoder.segment_documents(passages)
-    tokens = tokenize_segments(processor.tokenizer, segments, passages)
-    return [span for segment in tokens for span in segment.slot_segments(tokens_per_slot)]
-
-
 class Pointer:
     """
     How much the pointer heads attend to the slots in which words of the passages begin, for the rows of one call of
@@ -120,7 +112,8 @@ class Pointer:
     """
 
     def __init__(self, processor, documents: Sequence[list], tokens_per_slot: int | str, weight: float, prefill):
-        self.spans = [slot_spans(processor, passages, tokens_per_slot) if passages else [] for passages in documents]
+        spans_of = processor.slot_encoder.slot_spans
+        self.spans = [spans_of(passages, tokens_per_slot) if passages else [] for passages in documents]
         self.weight, self.prefill = weight, prefill
 
     def log_shares(
@@ -153,7 +146,7 @@ class Pointer:
 
 
 def log_shares_of_words(
-    starts: Mapping[int, Sequence[int]], spans: Sequence[Segment], log_shares: Sequence[float]
+    starts: Mapping[int, Sequence[int]], spans: Sequence, log_shares: Sequence[float]
 ) -> dict[int, float]:
     """The highest `log_shares` of the slots in which the words of a text begin, by the first token of the words.
 
@@ -162,6 +155,7 @@ def log_shares_of_words(
         spans (`list[Segment]`): The parts of the text that its slots represent.
         log_shares (`list[float]`): Of these slots. A word in none of them has the lowest value.
 
+    >>> from arcaligner.segmentation_arcaligner import Segment
     >>> spans = [Segment(0, 0, 8, "Ada Byrn"), Segment(0, 8, 16, " of York")]
     >>> log_shares_of_words({5: [0], 7: [4, 12]}, spans, [-2.0, 0.0])
     {5: -2.0, 7: 0.0}

@@ -15,7 +15,7 @@ from arcaligner.answering_arcaligner import PassageCopyLogitsProcessor, greedy_a
 from arcaligner.attention_arcaligner import CACHE
 from arcaligner.configuration_arcaligner import check_pointer_heads
 from arcaligner.modeling_arcaligner import PrefillOutputs
-from arcaligner.pointer_arcaligner import Pointer, PointerAttention, last_weights, log_shares_of_words, slot_spans
+from arcaligner.pointer_arcaligner import Pointer, PointerAttention, last_weights, log_shares_of_words
 from arcaligner.segmentation_arcaligner import Segment
 
 QUESTION = "Who wrote it?"
@@ -177,7 +177,7 @@ def test_spans_are_those_of_the_slots(pointing):
     """One span per slot, in order; the spans of a text cover it."""
     model, processor = pointing
     for rate in (1, 2, "segment"):
-        spans = slot_spans(processor, DOCUMENTS, rate)
+        spans = processor.slot_encoder.slot_spans(DOCUMENTS, rate)
         inputs = chat_inputs(processor, QUESTION, DOCUMENTS, tokens_per_slot=rate)
         assert len(spans) == int((inputs["input_ids"] == model.config.context_token_id).sum())
         assert "".join(span.text for span in spans if span.document == 1) == "A riding, in 1924."
@@ -196,7 +196,7 @@ def first_scores(processor, attention, weight, bonus=3.0, num_slots=None, rows=1
 def test_attended_words_begin_answers(processor, rows):
     """The bonus of a word is less by the weighted logarithm of the attention to its slot, relative to the highest.
     Words of titles, "yes" and "no" have the whole bonus."""
-    spans = slot_spans(processor, DOCUMENTS, "segment")
+    spans = processor.slot_encoder.slot_spans(DOCUMENTS, "segment")
     assert [span.text for span in spans] == ["It was written by Ada.", "Nobody else knew.", "A riding, in 1924."]
     scores = first_scores(processor, [0.1, 0.4, 0.2], 2.0, rows=rows)
     encode = lambda word: processor.tokenizer(word, add_special_tokens=False)["input_ids"][0]  # noqa: E731
@@ -251,7 +251,7 @@ def test_a_large_weight_decides_where_answers_begin(pointing, monkeypatch):
     inputs = chat_inputs(processor, QUESTION, [text], tokens_per_slot=2)
     attention = attention_of(model, inputs)[0].tolist()
     share = {word: 0.0 for word in text.split()}
-    for span, of_slot in zip(slot_spans(processor, [text], 2), attention, strict=True):
+    for span, of_slot in zip(processor.slot_encoder.slot_spans([text], 2), attention, strict=True):
         for word in share:
             if span.start <= text.index(word) < span.end:
                 share[word] = of_slot

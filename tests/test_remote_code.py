@@ -131,7 +131,7 @@ def imports(*names: str) -> set[str]:
 def test_loading_takes_few_files():
     """Loading the model takes few files, and none that it does not use."""
     files = imports("modeling_arcaligner.py") | {"modeling_arcaligner.py"}
-    assert len(files) <= 5 and files <= set(CODE_FILES)
+    assert len(files) <= 6 and files <= set(CODE_FILES)
     assert not files & {f"{name}_arcaligner.py" for name in ("encoder", "processing", "kv_cache")}
 
 

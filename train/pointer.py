@@ -36,7 +36,7 @@ from ..common.files import counted, markdown_table, run_command, write_atomicall
 from ..common.rows import Row, token_f1
 from ..loading_arcaligner import read_json
 from ..modeling_arcaligner import ArcAlignerForCausalLM
-from ..pointer_arcaligner import PointerAttention, slot_spans
+from ..pointer_arcaligner import PointerAttention
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import Segment
 from .distractors import needed_and_others
@@ -83,7 +83,8 @@ def count_hits(
     every_head = [[layer, head] for layer in range(layers) for head in range(heads)]
     hits, count = torch.zeros(layers, heads, device=device), 0
     for row in tqdm(rows, desc=f"finding heads, tokens_per_slot={tokens_per_slot}", leave=False):
-        has_answer = slots_with_answer(slot_spans(processor, row["passages"], tokens_per_slot), row).to(device)
+        spans = processor.slot_encoder.slot_spans(row["passages"], tokens_per_slot)
+        has_answer = slots_with_answer(spans, row).to(device)
         inputs = slot_inputs(processor, [row], tokens_per_slot=tokens_per_slot).to(device)
         is_slot = inputs["input_ids"][0] == model.config.context_token_id
         if int(is_slot.sum()) != len(has_answer) or not has_answer.any() or has_answer.all():

@@ -800,6 +800,11 @@ class SlotEncoder:
             num_parts=self.encoder.num_parts,
         )
 
+    def slot_spans(self, documents: Sequence[str | dict], tokens_per_slot: int | str) -> list[Segment]:
+        """The part of a document that each slot of one question represents, in the order of the slots."""
+        tokens = tokenize_segments(self.tokenizer, self.segment_documents(documents), documents)
+        return [span for segment in tokens for span in segment.slot_segments(tokens_per_slot)]
+
     def encode_tokens(self, tokens: Sequence[SegmentTokens], tokens_per_slot: int | str) -> torch.FloatTensor:
         """Normalized embeddings of the slots of `tokens`, in order, float32 (num_slots, encoder_hidden_size): one for
         each segment, or for each span of about `tokens_per_slot` tokens."""

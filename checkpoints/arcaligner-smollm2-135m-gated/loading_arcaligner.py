@@ -51,6 +51,7 @@ CODE_FILES = (
     "refinement_arcaligner.py",
     "modeling_arcaligner.py",
     "multihop_arcaligner.py",
+    "pointer_arcaligner.py",
     "answering_arcaligner.py",
     "pipeline_arcaligner.py",
 )

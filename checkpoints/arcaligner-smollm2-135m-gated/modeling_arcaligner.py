@@ -1461,7 +1461,7 @@ class SlotGenerationMixin(GenerationMixin):
         refinement_budget=None,
         cache=None,
         slot_bias=None,
-        prefill=None,  # no input of the model, but for its `pointer`
+        prefill=None,  # no input of the model, except for its `pointer`
         **kwargs,
     ):
         cache = one_cache(past_key_values, cache)

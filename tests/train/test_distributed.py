@@ -99,7 +99,7 @@ def test_resumed_run_equals_uninterrupted(runs):
 def test_nan_loss_stops_all_processes(runs):
     """A NaN loss in one process stops all, and names its rows."""
     first, last = runs.reports["nan"]
-    message = f"The loss is nan at step 3 for the rows {last['rows'][-1]}; expected a finite number. Check"
+    message = f"The loss is nan at step 3 for the rows with the ids {last['rows'][-1]}; expected a finite number. Lower"
     assert first["error"].startswith(message) and last["error"].startswith(message)
     assert last_checkpoint(runs.root / "nan") == str(runs.root / "nan" / "checkpoint-2")
     assert all(tensor.isfinite().all() for tensor in parameters(runs.root / "nan" / "checkpoint-2").values())

@@ -115,5 +115,5 @@ def test_command_writes_a_fitted_head(two_kinds, separate, tmp_path, capsys):
 def test_command_needs_answerability(two_kinds, checkpoint_dir, tmp_path):
     aligner = shutil.copytree(checkpoint_dir, tmp_path / "aligner")
     edit_json(aligner / "config.json", digests=None)
-    with pytest.raises(ValueError, match="A multi-hop head needs an answerability head, .*train.confidence`\\.$"):
+    with pytest.raises(ValueError, match="A multi-hop head needs an answerability head .*train.confidence`\\.$"):
         main(two_kinds, aligner, number=20, held_out=20)

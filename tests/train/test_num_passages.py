@@ -45,9 +45,8 @@ def test_each_way_uses_its_passages(rows, separate, monkeypatch, is_sure):
 
     all_passages, needed = row["passages"], [row["passages"][number] for number in row["gold"]]
     monkeypatch.setattr(cache, "prepare", recorded)
-    monkeypatch.setattr(
-        num_passages, "greedy_answers", lambda model, processor, inputs, questions, used: ([used[0][0]["text"]], None)
-    )
+    answers = lambda model, processor, inputs, questions, used, **options: ([used[0][0]["text"]], None)  # noqa: E731
+    monkeypatch.setattr(num_passages, "greedy_answers", answers)
     scores = answers_by_way(model, reader, [row], 2)
     (top,) = used[0]
     assert [len(passages) for passages in used[:2]] == [1, 2] and top in used[1]

@@ -14,7 +14,7 @@ from arcaligner import ArcAlignerForCausalLM
 from arcaligner.answering_arcaligner import greedy_answers
 from arcaligner.attention_arcaligner import CACHE
 from arcaligner.common.rows import token_f1
-from arcaligner.pointer_arcaligner import PointerAttention, slot_spans
+from arcaligner.pointer_arcaligner import PointerAttention
 from arcaligner.segmentation_arcaligner import Segment
 from arcaligner.train import pointer
 from arcaligner.train.num_passages import half_of
@@ -78,7 +78,7 @@ def test_hits_are_those_of_each_head(aligner):
     rows, expected = article_rows(6, questions=1), torch.zeros(12)
     for number, row in enumerate(rows):
         best = attention_by_head(*aligner, row).argmax(dim=1)
-        spans = slot_spans(aligner[1], row["passages"], RATE)
+        spans = aligner[1].slot_encoder.slot_spans(row["passages"], RATE)
         row["answers"] = [spans[best[number]].text.strip()]  # this head has found it
         expected += slots_with_answer(spans, row)[best]
     no_answer = rows[0] | {"answers": ["nowhere"]}

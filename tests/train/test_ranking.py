@@ -166,7 +166,9 @@ def test_command_saves_better_weights(folder, separate, rows, monkeypatch, tmp_p
     nothing better."""
     monkeypatch.setattr(ranking, "PAIRS", ((1e4, 0), (0, 1)))
     monkeypatch.setattr(
-        ranking, "greedy_answers", lambda *args: ([passage["text"] for (passage,) in args[-1]], [None] * len(args[-1]))
+        ranking,
+        "greedy_answers",
+        lambda *args, **options: ([passage["text"] for (passage,) in args[-1]], [None] * len(args[-1])),
     )
     for row in rows:
         similar = similarities_of(separate[1].encoder, row["question"], row["passages"])
@@ -194,5 +196,5 @@ def test_command_needs_answerability(checkpoint_dir, rows, tmp_path):
     aligner = shutil.copytree(checkpoint_dir, tmp_path / "aligner")
     edit_json(aligner / "config.json", digests=None)
     write_rows(tmp_path / "rows.jsonl", rows)
-    with pytest.raises(ValueError, match="Ranking passages needs an answerability head, .*train.confidence`\\.$"):
+    with pytest.raises(ValueError, match="Ranking passages needs an answerability head .*train.confidence`\\.$"):
         main(aligner, tmp_path / "rows.jsonl", number=6)

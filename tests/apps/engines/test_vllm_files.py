@@ -386,7 +386,7 @@ def test_preempted_requests_are_loaded_again(connect, files):
         ({}, {"num_hidden_layers": 5}, "layers, 2, heads, head_dim"),
         ({}, {"head_dim": 4}, "layers, 2, heads, head_dim"),
         ({}, {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, "a different base model: its `rope`"),
-        ({}, {"model_type": "cohere"}, "with several independent passages, expected one of llama"),
+        ({}, {"model_type": "cohere"}, "with several independent passages, expected one of the types llama"),
     ],
 )
 def test_mismatched_requests_fail(connect, files, change, engine, message, caplog):
