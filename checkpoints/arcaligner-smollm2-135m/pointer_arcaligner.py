@@ -73,6 +73,8 @@ class PointerAttention:
             return  # it does not have the keys of all positions
         if keys_values.keys.dim() != 4 or keys_values.keys.shape[2] < keys_values.get_seq_length():
             return  # nor as they were computed: it is a quantized one
+        # The layer runs again for one position, because usual kernels return no weights. Copies leave it as it is for
+        # other threads.
         reader, attention = copy.copy(layer), copy.copy(layer.self_attn)
         for name in HOOKED:
             attention.__dict__.pop(name, None)
