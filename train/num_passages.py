@@ -31,7 +31,7 @@ from ..processing_arcaligner import ArcAlignerProcessor
 from .distractors import NearestPassages, needed_and_others
 from .examples import open_part
 from .recipe import RecipeArguments
-from .validate import ALIGNER_HELP, RECIPE_HELP, load_mean, question_rows, read_recipe
+from .validate import ALIGNER_HELP, RECIPE_HELP, load_mean, question_rows, read_rates, read_recipe
 
 SIZES = 2, 3, 5
 WAYS = "top-ranked", "two", "three if unsure", "as needed", "all", "all, weighted", "needed"
@@ -136,8 +136,8 @@ def main(
     and from those that the answer needs."""
     rows = mixed_rows(read_recipe(recipe, data_dir), number, MEASURED)
     model, processor = load_mean([aligner])
-    for compression in rates.split(","):
-        scores = answers_by_way(model, processor, rows, int(compression) if compression.isdecimal() else compression)
+    for compression in read_rates(rates):
+        scores = answers_by_way(model, processor, rows, compression)
         print(f"F1 in percent, with `tokens_per_slot` {compression}\n\n{table(rows, scores)}\n", flush=True)
     print("\n".join(textwrap.wrap(LEGEND, 120)))
 

@@ -17,7 +17,6 @@ weights, so it looks a little better than it is. No test set is used. vLLM and l
 report their attention, so pointer heads have no effect on answers that they generate.
 """
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,13 +27,11 @@ import torch
 import typer
 from tqdm.auto import tqdm
 from transformers import DynamicCache
-from transformers.utils import CONFIG_NAME
 
 from ..answering_arcaligner import greedy_answers
 from ..attention_arcaligner import CACHE
-from ..common.files import counted, markdown_table, run_command, write_atomically
+from ..common.files import counted, markdown_table, run_command
 from ..common.rows import Row, token_f1
-from ..loading_arcaligner import read_json
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..pointer_arcaligner import PointerAttention
 from ..processing_arcaligner import ArcAlignerProcessor
@@ -42,9 +39,9 @@ from ..segmentation_arcaligner import Segment
 from .distractors import needed_and_others
 from .num_passages import FITTED, MEASURED, half_of
 from .prompts import slot_inputs
-from .ranking import difference
+from .ranking import difference, save_settings
 from .recipe import RecipeArguments
-from .validate import ALIGNER_HELP, BATCH, RECIPE_HELP, load_mean, question_rows, read_recipe
+from .validate import ALIGNER_HELP, BATCH, RECIPE_HELP, load_mean, question_rows, read_rates, read_recipe
 
 NUM_HEADS = 16
 WEIGHTS = (0.0, 0.5, 1.0, 2.0, 3.0)
@@ -144,7 +141,7 @@ def main(
     """Find the attention heads that attend to the slots with the answer. Print how often they do, and the F1 of answers
     for several weights of their attention."""
     model, processor = load_mean([aligner])
-    compressions = [rate if rate == "segment" else int(rate) for rate in rates.split(",")]
+    compressions = read_rates(rates)
     halves = needed_rows(read_recipe(recipe, data_dir), number)
     results = [count_hits(model, processor, halves[FITTED], rate) for rate in compressions]
     if not all(count for _, count in results):
@@ -171,9 +168,7 @@ def main(
     weight, mean, error = best_weight(f1)
     if save and mean > 2 * error:
         settings = {"pointer_heads": model.config.pointer_heads, "pointer_weight": weight}
-        write_atomically(
-            path := aligner / CONFIG_NAME, json.dumps(read_json(path) | settings, indent=2, sort_keys=True) + "\n"
-        )
+        path = save_settings(aligner, settings)
         typer.echo(f"\nSaved in {path}: the heads, and `pointer_weight` {weight:g}.")
     elif save:
         typer.echo(

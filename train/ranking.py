@@ -19,7 +19,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -149,6 +149,13 @@ def compare(measured: Sequence[Passages], config) -> tuple[list[str], dict[Weigh
     return markdown_table(columns, cells), {pair: differences[title] for pair, title in titles.items()}
 
 
+def save_settings(folder: Path, settings: dict[str, Any]) -> Path:
+    """Save settings in the configuration of the aligner in `folder`, and return the path of its file."""
+    path = folder / CONFIG_NAME
+    write_atomically(path, json.dumps(read_json(path) | settings, indent=2, sort_keys=True) + "\n")
+    return path
+
+
 def save_best(folder: Path, differences: dict[Weights, tuple[float, float]], num_questions: int) -> str:
     """Save the best pair of weights in the configuration of the aligner in `folder`, if its difference to the
     configured pair is more than twice its standard error, and there are `MIN_QUESTIONS`. Return a sentence that says
@@ -162,8 +169,7 @@ def save_best(folder: Path, differences: dict[Weights, tuple[float, float]], num
             f"Nothing was saved: the difference of the best weights, {best[0]:g} and {best[1]:g}, is {mean:+.1f} ± "
             f"{error:.1f}, which is not more than twice its standard error."
         )
-    settings = read_json(path := folder / CONFIG_NAME) | dict(zip(SETTINGS, map(float, best), strict=True))
-    write_atomically(path, json.dumps(settings, indent=2, sort_keys=True) + "\n")
+    path = save_settings(folder, dict(zip(SETTINGS, map(float, best), strict=True)))
     return f"Saved in {path}: `similarity_weight` {best[0]:g} and `match_weight` {best[1]:g}."
 
 

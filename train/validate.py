@@ -53,6 +53,15 @@ def read_recipe(path: Path, data_dir: str | None) -> RecipeArguments:
     return RecipeArguments(**keys | ({} if data_dir is None else {"data_dir": data_dir}))
 
 
+def read_rates(rates: str) -> list[int | str]:
+    """Values of `tokens_per_slot`, separated by commas.
+
+    >>> read_rates("2,segment")
+    [2, 'segment']
+    """
+    return [int(rate) if rate.isdecimal() else rate for rate in rates.split(",")]
+
+
 def kind_of(row: Row) -> str:
     """The set that a row comes from: the prefix of its id."""
     return row["id"].partition("_")[0]
@@ -252,7 +261,7 @@ def main(
     if last:
         folders = [checkpoint for folder in folders for checkpoint in last_checkpoints(folder, last)]
     model, processor = load_mean(folders)
-    compressions = [int(compression) if compression.isdecimal() else compression for compression in rates.split(",")]
+    compressions = read_rates(rates)
     results = validate(model, processor, data, compressions, number, num_answers)
     print(table(results))
     if output is not None:
