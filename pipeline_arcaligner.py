@@ -4,8 +4,9 @@ Last of the flat files, in the order of the data flow:
 configuration -> processing (passages to slots) -> modeling (slots to logits) -> pipeline.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from .configuration_arcaligner import REFINEMENT_SETTINGS, SLOT_SETTINGS, longes
 from .encoder_arcaligner import PrecomputedSlots, documents_of, pad_slots
 from .kv_cache_arcaligner import QuestionBatch
 from .segmentation_arcaligner import LOADING, Segment
+from .zoom_arcaligner import check_zoom, inputs_of, zoom_in
 
 # Options of a call that go to the processor.
 _SLOT_OPTIONS = (*SLOT_SETTINGS, "sanitize_control_tokens")
@@ -144,6 +146,11 @@ class ArcAlignerPipeline(TextGenerationPipeline):
                 Answerability is not the chance that the answer is right. See [`AnsweringCall`]. Incompatible with
                 `streamer`, which would emit the answer before it can be replaced, and with `return_tensors`,
                 `guidance_scale`, `prompt_lookup_num_tokens` and `assistant_model`.
+            zoom (`float`, *optional*):
+                A number above 0 and at most 1, for example 0.7: the passages are read twice, first with more
+                `tokens_per_slot` (by default 4 times the processor's). Then the slots to which pointer heads attend
+                most, which together have this share of the attention, are replaced with slots of the processor's
+                `tokens_per_slot`. See [`zoom_in`]. Incompatible with `max_slots`. Default: read once.
             copy_bonus (`float`, *optional*): Bias towards words of the passages, see
                 [`PassageCopyLogitsProcessor`]; 0 switches it off. Default: the processor's.
             sanitize_control_tokens (`bool`, defaults to `True`): Whether special tokens in texts are plain text.
@@ -178,8 +185,13 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         min_confidence: float | None = None,
         max_passages: int | None = None,
         copy_bonus: float | None = None,
+        zoom: float | None = None,
         **kwargs,
     ):
+        if zoom is not None:
+            kwargs["tokens_per_slot"] = check_zoom(
+                self.model, self.processor, zoom, kwargs.get("tokens_per_slot"), kwargs.get("max_slots")
+            )
         slots = {name: kwargs.pop(name, None) for name in _SLOT_OPTIONS} | {"return_slots": return_slots}
         preprocess, forward, postprocess = super()._sanitize_parameters(**kwargs)
         preprocess |= {name: value for name, value in slots.items() if value is not None}
@@ -187,8 +199,8 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             self.answerer.check(max_passages=max_passages, min_confidence=min_confidence, copy_bonus=copy_bonus)
         answers = {"return_slots": return_slots, "copy_bonus": copy_bonus}
         forward |= {name: value for name, value in answers.items() if value is not None}
-        if max_passages is not None:
-            preprocess["max_passages"] = max_passages
+        options = {"max_passages": max_passages, "zoom": zoom}
+        preprocess |= {name: value for name, value in options.items() if value is not None}
         if _repeats_prompts_of_call(kwargs):
             preprocess["prefills_again"] = True
         preprocess |= {name: kwargs[name] for name in REFINEMENT_SETTINGS if name in kwargs}  # for scoring passages
@@ -204,6 +216,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         documents: list | None = None,
         return_slots: bool = False,
         max_passages: int | None = None,
+        zoom: float | None = None,
         prefills_again: bool = False,
         **kwargs,
     ) -> dict[str, Any]:
@@ -229,7 +242,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             ((numbers, scores, scored, prior),) = answerer.select([messages], [passages], max_passages, **options)
             scores = None if scores is None else _by_document(scores, spans)
             spans, passages = [spans[number] for number in numbers], [passages[number] for number in numbers]
-            if self._prefills_again(prefills_again, return_slots, gates, kwargs):
+            if zoom is not None or self._prefills_again(prefills_again, return_slots, gates, kwargs):
                 scored = None
             texts = {
                 "question": messages,
@@ -239,7 +252,12 @@ class ArcAlignerPipeline(TextGenerationPipeline):
             }
             if scored is None:
                 slots |= {"documents": None if documents is None else passages, "return_segments": return_slots}
-                encoded = self._encode(conversation, slots | {"return_tensors": "pt"}, template, **kwargs)
+                encode = partial(self._encode, conversation, template=template, return_tensors="pt", **kwargs)
+                encoded = encode(slots)
+                if zoom is not None and passages:
+                    priors = None if prior is None else [prior[number] for number in numbers]
+                    encoded = self._zoom(encode, encoded, slots, passages, zoom, priors, gates)
+                    texts["tokens_per_slot"] = None
             else:
                 encoded = {"input_ids": _UNKNOWN_IDS, "attention_mask": torch.ones_like(_UNKNOWN_IDS)}
                 encoded |= self._trace_scored(passages, slots) if return_slots else {}
@@ -257,6 +275,30 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         is_cut = any(options.get(name) is not None for name in _PROMPT_OPTIONS)
         repeats = call_repeats or self._repeats or _repeats_prompts(self.model.generation_config.to_dict())
         return repeats or has_steps or is_cut
+
+    def _zoom(
+        self,
+        encode: Callable,
+        encoded: dict[str, Any],
+        slots: dict[str, Any],
+        passages: list,
+        zoom: float,
+        prior: list[float] | None,
+        gates: dict,
+    ) -> dict[str, Any]:
+        """Read an `encoded` prompt, and `encode` it again with finer slots in place of some."""
+        device, names = self.model.device, ("input_ids", "attention_mask", *PrecomputedSlots._fields)
+        inputs = {name: encoded[name].to(device) for name in names if name in encoded}
+        prior = None if prior is None else torch.tensor([prior], device=device)
+        (row,) = zoom_in(
+            self.model, self.processor, inputs, [passages], slots["tokens_per_slot"], zoom, passage_prior=prior, **gates
+        )
+        finer = {name: values for name, (values,) in inputs_of([row]).items()}
+        new = encode(finer | {"sanitize_control_tokens": slots["sanitize_control_tokens"]})
+        if slots["return_segments"]:
+            statistics = self.processor.slot_encoder.statistics(passages, row, has_budget=False)
+            new |= {"segments": [row.segments], "statistics": [statistics]}
+        return new
 
     def _trace_scored(self, passages: list, slots: dict[str, Any]) -> dict[str, Any]:
         """The `segments` and `statistics` of passages that were scored, as the processor returns them."""
@@ -296,6 +338,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         prompt: str | Chat,
         slots: dict[str, Any],
         template: dict[str, Any],
+        return_tensors: str,
         truncation: bool | str | None = None,
         padding: bool | str | None = None,
         max_length: int | None = None,
@@ -303,6 +346,7 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         **generate_kwargs,
     ) -> dict[str, Any]:
         """Run the processor on a chat or, without a chat template, on a question."""
+        slots = slots | {"return_tensors": return_tensors}
         options = {"truncation": truncation, "padding": padding, "max_length": max_length}
         options = {name: value for name, value in options.items() if value is not None}
         options |= tokenizer_encode_kwargs or {}

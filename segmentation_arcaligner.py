@@ -56,10 +56,15 @@ class SegmentTokens:
         """First and end token of each slot."""
         return equal_spans(len(self.word_ids), tokens_per_slot)
 
-    def slot_segments(self, tokens_per_slot: int | str) -> list[Segment]:
-        """The part of the segment's text that each slot represents, with its characters in the document."""
+    def span_ends(self, spans: Sequence[tuple[int, int]]) -> list[int]:
+        """Where the slots end that represent these spans of tokens: characters of the encoder's input."""
+        return span_ends(self.encoder_start, self.word_ends, spans)
+
+    def slot_segments(self, spans: Sequence[tuple[int, int]]) -> list[Segment]:
+        """The part of the segment's text that each slot represents, with its characters in the document; `spans` are
+        those of `token_spans` or of `zoomed_spans`."""
         segments, start = [], 0
-        for _, last in self.token_spans(tokens_per_slot):
+        for _, last in spans:
             end = self.word_ends[last - 1] if last < len(self.word_ids) else len(self.segment.text)
             text = self.segment.text[start:end]
             segments.append(Segment(self.segment.document, self.segment.start + start, self.segment.start + end, text))
@@ -95,15 +100,31 @@ def equal_spans(num_tokens: int, tokens_per_slot: int | str) -> list[tuple[int, 
     return list(zip(bounds[:-1], bounds[1:], strict=True))
 
 
+def zoomed_spans(
+    spans: Sequence[tuple[int, int]], is_zoomed: Sequence[bool], tokens_per_slot: int
+) -> list[tuple[int, int]]:
+    """Cut the spans that `is_zoomed` marks into spans of about `tokens_per_slot` tokens. Others are unchanged.
+
+    >>> zoomed_spans([(0, 4), (4, 8)], [False, True], 2)
+    [(0, 4), (4, 6), (6, 8)]
+    """
+    cut = []
+    for (start, stop), zoomed in zip(spans, is_zoomed, strict=True):
+        parts = equal_spans(stop - start, tokens_per_slot) if zoomed else [(0, stop - start)]
+        cut += [(start + first, start + last) for first, last in parts]
+    return cut
+
+
 def equal_runs(num_tokens: int, tokens_per_slot: int | str) -> list[tuple[int, int]]:
     """The name of `equal_spans` in version 0.2."""
     warn_of_rename("equal_runs", "equal_spans")
     return equal_spans(num_tokens, tokens_per_slot)
 
 
-def span_ends(start: int, word_ends: Sequence[int], tokens_per_slot: int | str) -> list[int]:
-    """Where the slots of a segment end: characters of the encoder's text, in which the segment begins at `start`."""
-    return [start + (word_ends[last - 1] if last else 0) for _, last in equal_spans(len(word_ends), tokens_per_slot)]
+def span_ends(start: int, word_ends: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[int]:
+    """Where the slots of a segment end, which represent these spans of its tokens: characters of the encoder's text, in
+    which the segment begins at `start`."""
+    return [start + (word_ends[last - 1] if last else 0) for _, last in spans]
 
 
 def check_tokens_per_slot(tokens_per_slot: int | str) -> None:

@@ -36,6 +36,7 @@ from ..train.prompts import (
     text_prompt,
     with_selected,
 )
+from ..zoom_arcaligner import check_zoom, inputs_of, zoom_in
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +99,7 @@ def answer_slots(
     max_passages: int | None = None,
     as_needed: bool = False,
     copy_bonus: float | None = None,
+    zoom: float | None = None,
     **refinement: Any,
 ) -> list[Answer]:
     """
@@ -113,8 +115,11 @@ def answer_slots(
         as_needed (`bool`, defaults to `False`): Whether to use as many passages as the question needs, as pipeline and
             server do by default.
         copy_bonus (`float`, *optional*): Bias of copy-biased decoding, in log-odds. Default: the processor's.
+        zoom (`float`, *optional*): As for [`zoom_in`]. Default: the passages are read once.
         refinement (`Any`): Settings of gates and budget, as for `generate`.
     """
+    if zoom is not None:
+        tokens_per_slot = check_zoom(model, processor, zoom, tokens_per_slot)
     used, layers = rows, [] if use_lora else list(slot_lora_layers(model))
     for layer in layers:
         layer.set_scale(ADAPTER_NAME, 0.0)
@@ -126,9 +131,16 @@ def answer_slots(
         if any("prior" in row for row in used):
             priors = [torch.tensor(row.get("prior", [0.0] * len(row["passages"]))) for row in used]
             inputs["passage_prior"] = pad_sequence(priors, batch_first=True).to(model.device)
+        pointer_rate = tokens_per_slot or processor.tokens_per_slot
+        if zoom is not None:
+            passages = [row["passages"] for row in used]
+            prior = {"passage_prior": inputs.pop("passage_prior")} if "passage_prior" in inputs else {}
+            slots = inputs_of(zoom_in(model, processor, inputs, passages, tokens_per_slot, zoom, **prior, **refinement))
+            questions = [row["question"] for row in used]
+            inputs, pointer_rate = text_inputs(processor, questions, **slots).to(model.device) | prior, None
         num_slots = (inputs["input_ids"] == model.config.context_token_id).sum(dim=1).tolist()
         sources = {"questions": [row["question"] for row in used], "passages": [row["passages"] for row in used]}
-        settings = {"copy_bonus": copy_bonus, "tokens_per_slot": tokens_per_slot or processor.tokens_per_slot}
+        settings = {"copy_bonus": copy_bonus, "tokens_per_slot": pointer_rate}
         return _generate(model, processor, inputs, rows, num_slots, **settings, **sources, **refinement)
     finally:
         for layer in layers:

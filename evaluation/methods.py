@@ -31,6 +31,7 @@ from ..loading_arcaligner import missing_model_message, resolve_model
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import tokenize_segments
 from ..train.prompts import passages_text
+from ..zoom_arcaligner import ZOOM, check_zoom
 from .answering import (
     Answer,
     answer_compressed,
@@ -54,6 +55,7 @@ TEXT_READERS, PROJECTORS = ("full_text_lora", "text_independent"), ("xrag", "pro
 TOP_RANKED = partial(answer_slots, gate_mode="off", max_passages=1)
 AS_NEEDED = partial(answer_slots, gate_mode="off", as_needed=True)
 WEIGHTED = partial(answer_slots, gate_mode="off", max_passages=1000)  # more than any question has
+ZOOMED = partial(answer_slots, gate_mode="off", zoom=ZOOM)
 _NO_LLMLINGUA = "The package llmlingua is not installed. Run `pip install llmlingua==0.2.2`."
 PART_SIZE = 200  # tokens that LLMLingua scores together, the package's default
 
@@ -190,6 +192,11 @@ class Method:
         if self.answer in (TOP_RANKED, AS_NEEDED, WEIGHTED):
             try:
                 Answerer(model, processor).check(max_passages=1)
+            except ValueError as error:
+                raise MissingMethodError(str(error)) from error
+        if self.answer is ZOOMED:
+            try:
+                check_zoom(model, processor, ZOOM, self.tokens_per_slot)
             except ValueError as error:
                 raise MissingMethodError(str(error)) from error
         if self.answer is AS_NEEDED and model.multihop_head is None:
@@ -383,6 +390,7 @@ METHODS = {
         Method("one_passage", "ArcAligner, top-ranked passage only", TOP_RANKED, **_OURS),
         Method("as_needed", "ArcAligner, one passage or two", AS_NEEDED, **_OURS),
         Method("weighted", "ArcAligner, all passages, weighted", WEIGHTED, **_OURS),
+        Method("zoomed", "ArcAligner, zoomed", ZOOMED, **_OURS),
         Method("no_copying", "ArcAligner, without copy bias", partial(_ONE_PASS, copy_bonus=0.0), **_OURS),
         Method("no_recursion", "w/o Recursion", _ONE_PASS, **_OURS),
         Method("max_loop", "w/o Gate (Max Loop)", partial(answer_slots, gate_mode="always"), **_OURS),

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, Sampler
 
 from ..common.files import stable_number
 from ..encoder_arcaligner import EncoderInputs, EncoderTokenizer
-from ..segmentation_arcaligner import count_slots, span_ends
+from ..segmentation_arcaligner import count_slots, equal_spans, span_ends
 
 COMPRESSION_KEY = "tokens_per_slot"  # key that an example of a `TokenBatches` has in addition
 # Number of batches that are composed together, from examples in order of length, so that they need little padding.
@@ -165,7 +165,10 @@ def encoder_inputs(
     texts, starts = ([segment[name] for segment in segments] for name in ("encoder_text", "encoder_start"))
     ends = None
     if tokens_per_slot != "segment":
-        ends = [span_ends(segment["encoder_start"], segment["word_ends"], tokens_per_slot) for segment in segments]
+        ends = []
+        for segment in segments:
+            spans = equal_spans(len(segment["word_ends"]), tokens_per_slot)
+            ends.append(span_ends(segment["encoder_start"], segment["word_ends"], spans))
     return tokenizer(texts, starts, ends).placed(slot_indices, num_indices)
 
 

@@ -38,8 +38,8 @@ from .segmentation_arcaligner import (
     fitting_spans,
     in_original_text,
     segment_documents,
-    span_ends,
     tokenize_segments,
+    zoomed_spans,
 )
 from .tokenization_arcaligner import original_text, text_of
 
@@ -803,14 +803,17 @@ class SlotEncoder:
     def slot_spans(self, documents: Sequence[str | dict], tokens_per_slot: int | str) -> list[Segment]:
         """The part of a document that each slot of one question represents, in the order of the slots."""
         tokens = tokenize_segments(self.tokenizer, self.segment_documents(documents), documents)
-        return [span for segment in tokens for span in segment.slot_segments(tokens_per_slot)]
+        return [span for segment in tokens for span in segment.slot_segments(segment.token_spans(tokens_per_slot))]
 
     def encode_tokens(self, tokens: Sequence[SegmentTokens], tokens_per_slot: int | str) -> torch.FloatTensor:
         """Normalized embeddings of the slots of `tokens`, in order, float32 (num_slots, encoder_hidden_size): one for
         each segment, or for each span of about `tokens_per_slot` tokens."""
         ends = None
         if tokens_per_slot != "segment":
-            ends = [span_ends(segment.encoder_start, segment.word_ends, tokens_per_slot) for segment in tokens]
+            ends = [segment.span_ends(segment.token_spans(tokens_per_slot)) for segment in tokens]
+        return self._encode_spans(tokens, ends)
+
+    def _encode_spans(self, tokens: Sequence[SegmentTokens], ends: list[list[int]] | None) -> torch.FloatTensor:
         with torch.no_grad():
             texts = [segment.encoder_text for segment in tokens]
             starts = [segment.encoder_start for segment in tokens]
@@ -863,7 +866,7 @@ class SlotEncoder:
         ):
             words = None
             if tokens_per_slot != "segment" and slot_segments:  # each slot represents a part of a segment
-                parts = (segment.slot_segments(tokens_per_slot) for segment in row_tokens)
+                parts = (segment.slot_segments(segment.token_spans(tokens_per_slot)) for segment in row_tokens)
                 slot_segments = list(chain.from_iterable(parts))
             slot_segments = in_original_text(slot_segments, documents)
             slot_segments, dropped = slot_segments[:max_slots], slot_segments[max_slots or len(slot_segments) :]
@@ -871,11 +874,49 @@ class SlotEncoder:
                 word_ids = [
                     segment.word_ids[a:b] for segment in row_tokens for a, b in segment.token_spans(tokens_per_slot)
                 ][:max_slots]
-                word_ids = [torch.tensor(ids, device=embeds.device) for ids in word_ids]  # each (words of the slot,)
-                words = pad_sequence(word_ids, batch_first=True, padding_value=-1).long()  # (num_slots, max_words)
+                words = _pad_word_ids(word_ids, embeds.device)
             numbers = torch.tensor([segment.document for segment in slot_segments] or [0], device=embeds.device)
             rows.append(EncodedDocuments(slot_segments, embeds[:max_slots], words, numbers, dropped))
         return rows
+
+    def zoom(
+        self,
+        documents: Sequence[str | dict],
+        embeds: torch.FloatTensor,
+        is_zoomed: torch.BoolTensor,
+        tokens_per_slot: int | str,
+    ) -> EncodedDocuments:
+        """Replace slots of the passages of one question with finer ones, of about `self.tokens_per_slot` tokens.
+
+        Args:
+            documents (`Sequence`): The passages.
+            embeds (`torch.FloatTensor` of shape `(num_slots, encoder_hidden_size)`): All their slots.
+            is_zoomed (`torch.BoolTensor` of shape `(num_slots,)`): Which of these slots are replaced.
+            tokens_per_slot (`int` or `"segment"`): Of these slots.
+        """
+        tokens = tokenize_segments(self.tokenizer, self.segment_documents(documents), documents)
+        counts = [len(segment.token_spans(tokens_per_slot)) for segment in tokens]
+        masks = is_zoomed.split(counts)  # each (slots of the segment,)
+        spans = [
+            zoomed_spans(segment.token_spans(tokens_per_slot), mask.tolist(), self.tokens_per_slot)
+            for segment, mask in zip(tokens, masks, strict=True)
+        ]
+        rows = [*embeds.split(counts)]
+        changed = [index for index, mask in enumerate(masks) if mask.any()]
+        if changed:
+            ends = [tokens[index].span_ends(spans[index]) for index in changed]
+            encoded = self._encode_spans([tokens[index] for index in changed], ends).to(embeds.device)
+            for index, row in zip(changed, encoded.split([len(spans[index]) for index in changed]), strict=True):
+                rows[index] = row
+        slot_segments = [
+            part for segment, cut in zip(tokens, spans, strict=True) for part in segment.slot_segments(cut)
+        ]
+        words = None
+        if self.context_words:
+            word_ids = [segment.word_ids[a:b] for segment, cut in zip(tokens, spans, strict=True) for a, b in cut]
+            words = _pad_word_ids(word_ids, embeds.device)
+        numbers = torch.tensor([segment.document for segment in slot_segments], device=embeds.device)
+        return EncodedDocuments(in_original_text(slot_segments, documents), torch.cat(rows), words, numbers, [])
 
     def statistics(
         self, documents: Sequence[str | dict], encoded: EncodedDocuments, has_budget: bool
@@ -929,6 +970,12 @@ class SlotEncoder:
                 f"{int((~torch.isfinite(embeds)).sum())} of {embeds.numel()}; expected finite ones. Check the "
                 "encoder's output."
             )
+
+
+def _pad_word_ids(word_ids: Sequence[tuple[int, ...]], device) -> torch.LongTensor:
+    """The token ids of slots as (num_slots, max_words), -1 after a slot's tokens."""
+    rows = [torch.tensor(ids, device=device) for ids in word_ids]  # each (words of the slot,)
+    return pad_sequence(rows, batch_first=True, padding_value=-1).long()
 
 
 def _check_num_slots(

@@ -99,6 +99,13 @@ class PointerAttention:
         return torch.cat([weights.to(last.device) for weights in self.by_layer.values()], dim=1).mean(dim=1)
 
 
+def attention_to_slots(attention: torch.Tensor, is_slot: torch.BoolTensor) -> list[torch.Tensor]:
+    """The attention (batch * repeats, kv_len) to the slots of each row, in their order: (num_slots,). `is_slot` (batch,
+    prompt_len) says which positions of a prompt are slots."""
+    is_slot = is_slot.to(attention.device).repeat_interleave(len(attention) // len(is_slot), dim=0)
+    return [row[: len(slots)][slots] for row, slots in zip(attention, is_slot, strict=True)]
+
+
 class Pointer:
     """
     How much the pointer heads attend to the slots in which words of the passages begin, for the rows of one call of

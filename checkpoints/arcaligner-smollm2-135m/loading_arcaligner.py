@@ -52,6 +52,7 @@ CODE_FILES = (
     "modeling_arcaligner.py",
     "multihop_arcaligner.py",
     "pointer_arcaligner.py",
+    "zoom_arcaligner.py",
     "answering_arcaligner.py",
     "pipeline_arcaligner.py",
 )

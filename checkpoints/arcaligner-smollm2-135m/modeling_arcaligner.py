@@ -62,7 +62,7 @@ from .configuration_arcaligner import (
     check_multihop_head,
 )
 from .loading_arcaligner import HEADS, AlignerMixin
-from .pointer_arcaligner import PointerAttention
+from .pointer_arcaligner import PointerAttention, attention_to_slots
 from .refinement_arcaligner import (
     AllSlotsSteps,
     CompleteKeysValues,
@@ -1503,9 +1503,7 @@ class SlotGenerationMixin(GenerationMixin):
             prefill.answerability_logits = None if has_candidates else outputs.answerability_logits
             attention = None if prefill.pointer is None or has_candidates else prefill.pointer.mean()
             if attention is not None:
-                is_slot = prefill.is_slot.to(attention.device)
-                is_slot = is_slot.repeat_interleave(len(attention) // len(is_slot), dim=0)
-                rows = [row[: len(slots)][slots] for row, slots in zip(attention, is_slot, strict=True)]
+                rows = attention_to_slots(attention, prefill.is_slot)
                 prefill.slot_attention = pad_sequence(rows, batch_first=True)
         return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
 
