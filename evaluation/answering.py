@@ -35,8 +35,9 @@ from ..train.prompts import (
     text_inputs,
     text_prompt,
     with_selected,
+    zoomed_inputs,
 )
-from ..zoom_arcaligner import check_zoom, inputs_of, zoom_in
+from ..zoom_arcaligner import check_zoom
 
 logger = logging.getLogger(__name__)
 
@@ -133,11 +134,9 @@ def answer_slots(
             inputs["passage_prior"] = pad_sequence(priors, batch_first=True).to(model.device)
         pointer_rate = tokens_per_slot or processor.tokens_per_slot
         if zoom is not None:
-            passages = [row["passages"] for row in used]
             prior = {"passage_prior": inputs.pop("passage_prior")} if "passage_prior" in inputs else {}
-            slots = inputs_of(zoom_in(model, processor, inputs, passages, tokens_per_slot, zoom, **prior, **refinement))
-            questions = [row["question"] for row in used]
-            inputs, pointer_rate = text_inputs(processor, questions, **slots).to(model.device) | prior, None
+            inputs = zoomed_inputs(model, processor, used, inputs, tokens_per_slot, zoom, **prior, **refinement) | prior
+            pointer_rate = None  # only for slots of one size
         num_slots = (inputs["input_ids"] == model.config.context_token_id).sum(dim=1).tolist()
         sources = {"questions": [row["question"] for row in used], "passages": [row["passages"] for row in used]}
         settings = {"copy_bonus": copy_bonus, "tokens_per_slot": pointer_rate}

@@ -202,3 +202,33 @@ def test_default_is_four_times_coarser(zooming):
         for settings in ({}, {"tokens_per_slot": 8})
     )
     assert one == other and check_zoom(model, processor, 0.3) == 8
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    "zoom, settings, message",
+    [
+        (0.0, {}, "`zoom` is 0.0; expected a number above 0"),
+        (1.5, {}, "`zoom` is 1.5; expected a number above 0"),
+        (True, {}, "`zoom` is True; expected a number above 0"),
+        ("a", {}, "`zoom` is 'a'; expected a number above 0"),
+        (0.5, {"tokens_per_slot": 2}, 'expected a `tokens_per_slot` above 2, or "segment"'),
+        (0.5, {"max_slots": 3}, "cannot be combined with `max_slots`"),
+    ],
+)
+def test_invalid_settings_are_refused(zooming, zoom, settings, message):
+    ask = pipeline_of(*zooming, max_new_tokens=1)
+    with pytest.raises(ValueError, match=message):
+        ask(QUESTION, documents=DOCUMENTS, zoom=zoom, **settings)
+
+
+def test_an_aligner_without_heads_is_refused(processor):
+    with pytest.raises(ValueError, match="`zoom` needs pointer heads.*train.pointer --save"):
+        check_zoom(aligner_for(processor), processor_with(processor, tokens_per_slot=2), 0.5)
+
+
+def test_segments_cannot_be_finer(zooming, processor):
+    with pytest.raises(ValueError, match='The processor\'s `tokens_per_slot` is "segment"; expected a number'):
+        check_zoom(zooming[0], processor_with(processor, tokens_per_slot="segment"), 0.5)

@@ -6,15 +6,18 @@ A copied answer may begin at any word of the passages. Some attention heads of t
 the answer already before its first token is generated. With `pointer_heads`, the words of these slots have an advantage
 as the first word: the logarithm of the attention, times `pointer_weight`.
 
+With `zoom`, the slots with most of this attention are replaced with finer ones (`zoom_arcaligner.py`).
+
 1. *Which heads*: For the questions of half of the held-out articles, and for each head, how often the slot with the
    most attention from the prompt's last token is one with the answer. The best 16 heads of the model are used.
 2. *Which weight*: The F1 of greedy answers to questions about the other half, for several weights. Differences are
    those to the weight 0, for the same questions, with their standard errors.
+3. *How much zoom*: The F1 of the same questions, and the number of their slots, for several shares of the attention.
 
-`--save` saves the heads and the best weight in `config.json` of the aligner, if its difference, the mean over all
-values of `tokens_per_slot`, is more than twice its standard error. It is the best of several
-weights, so it looks a little better than it is. No test set is used. vLLM and llama.cpp do not
-report their attention, so pointer heads have no effect on answers that they generate.
+`--save` saves the heads in `config.json` of the aligner, and the best weight, if its difference, the mean over all
+values of `tokens_per_slot`, is more than twice its standard error; else the weight 0, with which the heads only serve
+`zoom`. The weight is the best of several, so it looks a little better than it is. No test set is used. vLLM and
+llama.cpp do not report their attention, so pointer heads have no effect on answers that they generate.
 """
 
 import re
@@ -38,13 +41,14 @@ from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import Segment
 from .distractors import needed_and_others
 from .num_passages import FITTED, MEASURED, half_of
-from .prompts import slot_inputs
+from .prompts import slot_inputs, zoomed_inputs
 from .ranking import difference, save_settings
 from .recipe import RecipeArguments
 from .validate import ALIGNER_HELP, BATCH, RECIPE_HELP, load_mean, question_rows, read_rates, read_recipe
 
 NUM_HEADS = 16
 WEIGHTS = (0.0, 0.5, 1.0, 2.0, 3.0)
+ZOOMS = (0.5, 0.7, 0.9)
 
 
 def needed_rows(recipe: RecipeArguments, number: int) -> dict[int, list[Row]]:
@@ -116,6 +120,27 @@ def f1_by_weight(
     return f1
 
 
+@torch.inference_mode()
+def f1_by_zoom(
+    model: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, rows: Sequence[Row], tokens_per_slot: int | str
+) -> tuple[np.ndarray, np.ndarray]:
+    """The F1 of greedy answers in percent, without zoom and with each of `ZOOMS`, and the numbers of slots that they
+    are from: both (1 + len(ZOOMS), num_rows). `pointer_weight` is not used."""
+    f1, num_slots = np.zeros((1 + len(ZOOMS), len(rows))), np.zeros((1 + len(ZOOMS), len(rows)))
+    for start in tqdm(range(0, len(rows), BATCH), desc=f"zooming, tokens_per_slot={tokens_per_slot}", leave=False):
+        batch = rows[start : start + BATCH]
+        inputs = slot_inputs(processor, batch, tokens_per_slot=tokens_per_slot).to(model.device)
+        sources = [row["question"] for row in batch], [row["passages"] for row in batch]
+        prompts = [inputs, *(zoomed_inputs(model, processor, batch, inputs, tokens_per_slot, share) for share in ZOOMS)]
+        for index, prompt in enumerate(prompts):
+            texts, _ = greedy_answers(model, processor, prompt, *sources)
+            scores = [100 * token_f1(text, row["answers"]) for text, row in zip(texts, batch, strict=True)]
+            f1[index, start : start + len(batch)] = scores
+            counts = (prompt["input_ids"] == model.config.context_token_id).sum(dim=1)
+            num_slots[index, start : start + len(batch)] = counts.tolist()
+    return f1, num_slots
+
+
 def best_weight(f1: Sequence[np.ndarray]) -> tuple[float, float, float]:
     """The weight with the highest F1, the mean over all tokens per slot; its difference to the weight 0, and its
     standard error. `f1` has an array (len(WEIGHTS), num_rows) for each number of tokens per slot, of the same rows."""
@@ -127,15 +152,16 @@ def best_weight(f1: Sequence[np.ndarray]) -> tuple[float, float, float]:
 def main(
     recipe: Annotated[Path, typer.Option(help=RECIPE_HELP)],
     aligner: Annotated[Path, typer.Option(help=ALIGNER_HELP)],
-    number: Annotated[int, typer.Option("--number", "-n", min=4, help="About how many questions to use.")] = 1000,
+    number: Annotated[int, typer.Option("--number", "-n", min=4, help="About how many questions to use.")] = 400,
     rates: Annotated[
-        str, typer.Option(help="Values of `tokens_per_slot`, separated by commas, such as 2,4,segment.")
-    ] = "2,4,segment",
+        str, typer.Option(help="Values of `tokens_per_slot`, separated by commas, such as 4,8,segment.")
+    ] = "4,8,segment",
     data_dir: Annotated[
         str | None, typer.Option(help="Folder of the data files. Default: `data_dir` of the recipe.")
     ] = None,
     save: Annotated[
-        bool, typer.Option("--save", help="Save heads and weight, if F1 rises by more than twice the standard error.")
+        bool,
+        typer.Option("--save", help="Save the heads, and the best weight if it raises F1 significantly."),
     ] = False,
 ) -> None:
     """Find the attention heads that attend to the slots with the answer. Print how often they do, and the F1 of answers
@@ -165,16 +191,23 @@ def main(
         cells.append([f"{weight:g}", *shown])
     columns = ["`pointer_weight`", *(f"F1 in %, `tokens_per_slot` {rate}" for rate in compressions)]
     typer.echo("\n".join(markdown_table(columns, cells)))
-    weight, mean, error = best_weight(f1)
-    if save and mean > 2 * error:
+    typer.echo("")
+    cells = [[f"{share:g}"] for share in (0, *ZOOMS)]
+    fine = processor.tokens_per_slot
+    zoomed = [rate for rate in compressions if fine != "segment" and (rate == "segment" or rate > fine)]
+    for rate in zoomed:
+        scores, counts = f1_by_zoom(model, processor, halves[MEASURED], rate)
+        for cell, of, slots in zip(cells, scores, counts, strict=True):
+            cell.append("{:.1f} ({:+.1f} ± {:.1f}), {:.0f}".format(of.mean(), *difference(of, scores[0]), slots.mean()))
+    columns = ["`zoom`", *(f"F1 in %, slots, `tokens_per_slot` {rate}" for rate in zoomed)]
+    if zoomed:
+        typer.echo("\n".join(markdown_table(columns, cells)))
+    if save:
+        weight, mean, error = best_weight(f1)
+        weight = weight if mean > 2 * error else 0.0
         settings = {"pointer_heads": model.config.pointer_heads, "pointer_weight": weight}
         path = save_settings(aligner, settings)
         typer.echo(f"\nSaved in {path}: the heads, and `pointer_weight` {weight:g}.")
-    elif save:
-        typer.echo(
-            f"\nNothing was saved: the difference of the best weight, {weight:g}, is {mean:+.1f} ± {error:.1f}, which "
-            "is not more than twice its standard error."
-        )
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from accelerate.utils import tqdm
 from ..answering_arcaligner import Answerer, chat_inputs
 from ..common.rows import Row
 from ..processing_arcaligner import BACKGROUND_LINE, QUESTION_LINE, ArcAlignerProcessor
+from ..zoom_arcaligner import inputs_of, zoom_in
 
 
 def passages_text(row: Row) -> str:
@@ -48,6 +49,22 @@ def slot_inputs(processor: ArcAlignerProcessor, rows: list[Row], tokens_per_slot
     documents = [row["passages"] for row in rows]
     questions = [row["question"] for row in rows]
     return text_inputs(processor, questions, documents=documents, tokens_per_slot=tokens_per_slot)
+
+
+def zoomed_inputs(
+    model,
+    processor: ArcAlignerProcessor,
+    rows: list[Row],
+    inputs: dict[str, Any],
+    tokens_per_slot: int | str,
+    zoom: float,
+    **settings: Any,
+):
+    """The prompts of `rows` with finer slots, after the model has read `inputs`, which are those of `slot_inputs` on
+    its device; other arguments as for [`zoom_in`]."""
+    passages = [row["passages"] for row in rows]
+    zoomed = zoom_in(model, processor, inputs, passages, tokens_per_slot, zoom, **settings)
+    return text_inputs(processor, [row["question"] for row in rows], **inputs_of(zoomed)).to(model.device)
 
 
 def text_ids(processor: ArcAlignerProcessor, row: Row) -> tuple[list[int], list[int]]:

@@ -23,11 +23,12 @@ from arcaligner.train.pointer import (
     best_weight,
     count_hits,
     f1_by_weight,
+    f1_by_zoom,
     main,
     needed_rows,
     slots_with_answer,
 )
-from arcaligner.train.prompts import slot_inputs
+from arcaligner.train.prompts import slot_inputs, zoomed_inputs
 
 RATE = 2
 
@@ -115,27 +116,53 @@ def test_best_weight_is_of_all_rates():
     assert error == pytest.approx(np.std([50, 0, 50, 0], ddof=1) / 2)
 
 
-@pytest.mark.parametrize("gain, saved", [(60.0, True), (0.0, False)])
-def test_command_saves_a_better_weight(recipe_file, checkpoint_dir, tmp_path, monkeypatch, capsys, gain, saved):
-    """Heads and weight are saved together, and only if the F1 rises; the aligner then loads with them."""
+def test_f1_of_each_zoom(aligner, monkeypatch):
+    """The first row is without zoom; each share has the F1 and the number of slots of its own prompts."""
+    monkeypatch.setattr(pointer, "ZOOMS", (0.2, 1.0))
+    monkeypatch.setattr(pointer, "BATCH", 2)
+    model, processor = aligner[0], processor_with(aligner[1], tokens_per_slot=2)
+    rows = [row | {"answers": [row["passages"][0]["text"].split()[-1]]} for row in article_rows(3, questions=1)]
+    expected, num_slots = np.zeros((3, 3)), np.zeros((3, 3))
+    for number, row in enumerate(rows):
+        coarse = slot_inputs(processor, [row], tokens_per_slot=4)
+        prompts = [coarse, *(zoomed_inputs(model, processor, [row], coarse, 4, share) for share in (0.2, 1.0))]
+        for index, inputs in enumerate(prompts):
+            (text,), _ = greedy_answers(model, processor, inputs, [row["question"]], [row["passages"]])
+            expected[index, number] = 100 * token_f1(text, row["answers"])
+            num_slots[index, number] = inputs["context_embeds"].shape[1]
+    found = f1_by_zoom(model, processor, rows, 4)
+    np.testing.assert_allclose(found, (expected, num_slots))
+    assert (np.diff(num_slots, axis=0) > 0).all()
+
+
+@pytest.mark.parametrize("gain, weight", [(60.0, 2.0), (0.0, 0.0)])
+def test_command_saves_heads_and_a_better_weight(
+    recipe_file, checkpoint_dir, tmp_path, monkeypatch, capsys, gain, weight
+):
+    """The heads are always saved, a weight only if the F1 rises; the aligner then loads with them."""
     folder = shutil.copytree(checkpoint_dir, tmp_path / "aligner")
     edit_json(folder / "config.json", digests=None)
+    edit_json(folder / "processor_config.json", tokens_per_slot=2)
 
     def f1_of(model, processor, rows, rate):
         return np.array([[weight == 2.0] * len(rows) for weight in WEIGHTS]) * gain + np.arange(len(rows)) % 2
 
+    def zoomed(model, processor, rows, rate):
+        return np.arange(4)[:, None] * np.ones(len(rows)), np.full((4, len(rows)), 7)
+
     monkeypatch.setattr(pointer, "f1_by_weight", f1_of)
+    monkeypatch.setattr(pointer, "f1_by_zoom", zoomed)
     before = json.loads((folder / "config.json").read_text())
     main(recipe_file, folder, number=40, rates="2,4", save=True)
     printed, after = capsys.readouterr().out, json.loads((folder / "config.json").read_text())
-    if saved:
-        assert f"Saved in {folder / 'config.json'}: the heads, and `pointer_weight` 2." in printed
-        heads = after["pointer_heads"]
-        assert after == before | {"pointer_heads": heads, "pointer_weight": 2.0}
-        loaded = ArcAlignerForCausalLM.from_pretrained(folder).config
-        assert loaded.has_pointer and loaded.pointer_heads == sorted(heads) and len(heads) <= pointer.NUM_HEADS
-    else:
-        assert "Nothing was saved: the difference of the best weight" in printed and after == before
+    assert f"Saved in {folder / 'config.json'}: the heads, and `pointer_weight` {weight:g}." in printed
+    assert "| `zoom` | F1 in %, slots, `tokens_per_slot` 4 |" in printed
+    assert "3.0 (+3.0 ± 0.0), 7" in printed
+    heads = after["pointer_heads"]
+    assert after == before | {"pointer_heads": heads, "pointer_weight": weight}
+    loaded = ArcAlignerForCausalLM.from_pretrained(folder).config
+    assert loaded.has_pointer == (weight > 0) and loaded.pointer_heads == sorted(heads)
+    assert len(heads) <= pointer.NUM_HEADS
 
 
 def test_unsuitable_questions_are_refused(recipe_file, checkpoint_dir, monkeypatch):
