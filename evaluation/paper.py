@@ -515,8 +515,8 @@ def comparison(sets: dict[str, Any], methods: Sequence[str]) -> list[str]:
     note = (
         "Each cell has EM / F1 / Acc, in percent; higher is better. EM is the share of answers that contain a gold "
         "answer, F1 is the word overlap with it, and Acc is the share of answers that a judge accepts. The paper's "
-        "numbers were measured with Mistral 7B. A dash means not measured or, in the first two columns, that there is no "
-        "such method."
+        "numbers were measured with Mistral 7B. A dash means not measured or, in the first two columns, that there is "
+        "no such method."
     )
     return [
         *textwrap.wrap(note, 120),
