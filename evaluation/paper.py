@@ -515,7 +515,8 @@ def comparison(sets: dict[str, Any], methods: Sequence[str]) -> list[str]:
     note = (
         "Each cell has EM / F1 / Acc, in percent; higher is better. EM is the share of answers that contain a gold "
         "answer, F1 is the word overlap with it, and Acc is the share of answers that a judge accepts. The paper's "
-        "numbers were measured with Mistral 7B. A dash means not measured."
+        "numbers were measured with Mistral 7B. A dash means not measured or, in the first two columns, that there is "
+        "no such method."
     )
     return [
         *textwrap.wrap(note, 120),
@@ -643,17 +644,17 @@ def costs(sets: dict[str, Any]) -> list[str]:
 
     if sets and not any("full_text_lora" in entry["methods"] for entry in sets.values()):
         text = (
-            "text is StandardRAG, the bare base model. It answers in sentences, whose other words lower its F1, so "
+            "Text is StandardRAG, the bare base model. It answers in sentences, whose other words lower its F1, so "
             "shares above 100 % do not mean that slots contain more than text"
         )
     else:
-        text = "text is the fine-tuned reader or, if it was not measured, StandardRAG, the bare base model"
+        text = "Text is the fine-tuned reader or, if this reader was not measured, StandardRAG, the bare base model"
     floors = [(numbers["floor"], numbers) for numbers in _numbers(sets) if "floor" in numbers]
     fewer = any(floor["questions"] < of_all["questions"] for floor, of_all in floors)
     of_n = ' ("of N": measured on N questions only)' if fewer else ""
     note = (
         f"*Floor*: F1 with another question's passages{of_n}. *Retained*: (F1 - closed book) / (F1 of text - closed "
-        f"book), where closed book is Naive, and {text}. {NO_SHARE_NOTE} *x*: measured compression, in tokens of text "
+        f"book). Closed book is the F1 of Naive. {text}. {NO_SHARE_NOTE} *x*: measured compression, in tokens of text "
         "per position."
     )
     return [*table("F1 (floor, retained), compression", method_titles(sets), sets, cell), *textwrap.wrap(note, 120), ""]

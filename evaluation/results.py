@@ -40,8 +40,8 @@ FLOOR_NOTE = (
 )
 # Why a share may be missing.
 NO_SHARE_NOTE = (
-    "No share is given for Naive and for whole text, if text is not clearly better than closed book, or if F1, closed "
-    "book and text were not measured on the same number of questions."
+    "Naive and whole text have no share. Other methods have none if text is not clearly better than closed book, or if "
+    "F1, closed book and text were measured on different numbers of questions."
 )
 DIFFERENCES_NOTE = (
     "In percentage points. A positive number means that ArcAligner's score is higher. If the brackets contain 0, the "
