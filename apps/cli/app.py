@@ -226,6 +226,13 @@ def answer(
     max_slots: Annotated[
         int | None, typer.Option(help="Maximum number of slots in the prompt; further slots are dropped.", min=1)
     ] = None,
+    zoom: Annotated[
+        float | None,
+        typer.Option(
+            help="Read the passages twice: first with fewer slots, then with finer slots where the answer seems to be. "
+            "A share of the attention, above 0 and at most 1, for example 0.7: more means more slots."
+        ),
+    ] = None,
     min_confidence: MinConfidence = None,
     max_passages: MaxPassages = None,
     dtype: Dtype = None,
@@ -264,7 +271,7 @@ def answer(
     settings = {name: value for name, value in settings.items() if value is not None}
     if engine == "llama.cpp":
         only_pytorch = {"min-confidence": min_confidence, "max-passages": max_passages, "max-slots": max_slots}
-        only_pytorch |= {"dtype": dtype, "device": device, "show-slots": show_slots or None}
+        only_pytorch |= {"dtype": dtype, "device": device, "zoom": zoom, "show-slots": show_slots or None}
         if given := [f"`--{name}`" for name, value in only_pytorch.items() if value is not None]:
             raise ValueError(
                 f"llama.cpp does not support {', '.join(given)}. Leave out {'these options' if given[1:] else given[0]}"
@@ -280,7 +287,7 @@ def answer(
     with busy("Loading the aligner and its base model"):
         ask = shared.load_pipeline(checkpoint, dtype, device)
     more = {"gate_mode": gate_mode, "min_confidence": min_confidence, "max_passages": max_passages}
-    more["max_slots"] = max_slots
+    more |= {"max_slots": max_slots, "zoom": zoom}
     settings |= {name: value for name, value in more.items() if value is not None}
     passages, documents = cut(files, ask.processor)
     with busy(f"Encoding {counted(len(passages), 'passage')}"):
