@@ -71,12 +71,12 @@ TYPED = [
     ),
     (
         "README.md",
-        rf"five cached passages, .*? after {NUMBER} ms .*? after {NUMBER} ms, .*? takes longer than both: {NUMBER} ms",
+        rf"five cached passages, .*? after {NUMBER} ms\b.*? after {NUMBER} ms, .*? takes longer than both: {NUMBER} ms",
         [cached_ms(arm) for arm in ("slots_x2_top_ranked", "text_same_set", "text")],
     ),
     (
         "README.md",
-        rf"token of the default comes after {NUMBER} ms .*? needs {NUMBER} ms if it is not cached, and {NUMBER} ms",
+        rf"token of the default comes after {NUMBER} ms\b.*? needs {NUMBER} ms if it is not cached, and {NUMBER} ms",
         [cached_ms(arm) for arm in ("slots_x2_top_ranked", "text", "text_same_set")],
     ),
     ("README.md", f"min_confidence={NUMBER}` .*? is below {NUMBER}", [THRESHOLD, THRESHOLD]),
