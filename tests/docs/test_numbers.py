@@ -85,7 +85,7 @@ TYPED = [
     ("docs/corpus.md", f"A slot takes {NUMBER} bytes", [str(2 * CONFIG["encoder_hidden_size"])]),
     ("docs/corpus.md", f"a slot of SmolLM2-135M takes {NUMBER} KB in float32", CACHED),
     ("docs/server.md", f"a slot of the shipped aligner takes {NUMBER} KB", CACHED),
-    ("docs/formats.md", f"a slot of the shipped aligner is {NUMBER} KB in float32", CACHED),
+    ("docs/formats.md", f"a slot of the shipped aligner take {NUMBER} KB in float32", CACHED),
     ("docs/server.md", f"document of more than {NUMBER} tokens is cut", [LONGEST]),
     (
         "docs/extensions.md",
