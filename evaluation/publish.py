@@ -256,7 +256,7 @@ def answers_page(run: Path, threshold: float, no_answer: str) -> str:
         "([how many](paper.md#tables-1-and-2)). If the question was written to have no answer in its passage, this "
         'column has "(not in the passages)".',
         "- *F1*, in percent, is the word overlap of the answer and a gold answer. 100 means that the words are the "
-        "same, apart from case, punctuation and articles. If a question has several gold answers, the most similar one "
+        "same, except for case, punctuation and articles. If a question has several gold answers, the most similar one "
         "counts, which may not be the expected one. A question without a gold answer has no F1 (-).",
         "- *Answerability*, from 0 to 1, is an estimate of how likely it is that the passages contain an answer. It is "
         "not the chance that the answer is right.",
