@@ -245,22 +245,24 @@ def answers_page(run: Path, threshold: float, no_answer: str) -> str:
     intro = (
         "# Answers",
         "",
-        f"The shipped aligner's answers to the first {ANSWERS_PER_SET} questions of each set, sorted by id. No "
-        "question is left out. The model was given slots of all passages of a question, at two tokens per slot, and "
-        "decoded greedily. [results.md](results.md) has the mean F1 of each set, [evaluation.md](evaluation.md#tasks) "
-        "describes the sets, and the [glossary](glossary.md) explains the terms.",
+        "This page shows answers of the [shipped aligner](glossary.md#the-model), right or wrong. Each section has the "
+        f"{ANSWERS_PER_SET} questions of one data set that come first in the order of their ids. The model was given "
+        "all passages of a question as *slots*, vectors that replace the text, at two tokens per slot. It decoded "
+        "greedily. [results.md](results.md) has the mean F1 of each set, and the [glossary](glossary.md) explains the "
+        "terms. The columns of the tables:",
         "",
-        "- *Expected* is the first gold answer that the data set gives for the question. The passages "
-        "of TriviaQA, WebQuestions and PopQA were found by a retriever, and many do not contain a gold answer ([how "
-        "many](paper.md#tables-1-and-2)).",
-        '- "(not in the passages)" is in place of the expected answer if the question was written to have no answer in '
-        "its passage.",
-        "- *F1*, in percent, is the word overlap of the answer and the most similar gold answer, which may be another "
-        "one than the expected. 100 means the same words, apart from case, punctuation and articles.",
+        "- *Expected* is the first gold answer that the data set gives for the question. The passages of TriviaQA, "
+        "WebQuestions and PopQA were found by a retriever, and many of these passages do not contain a gold answer "
+        "([how many](paper.md#tables-1-and-2)). If the question was written to have no answer in its passage, this "
+        'column has "(not in the passages)".',
+        "- *F1*, in percent, is the word overlap of the answer and a gold answer. 100 means that the words are the "
+        "same, except for case, punctuation and articles. If a question has several gold answers, the most similar one "
+        "counts, which may not be the expected one. A question without a gold answer has no F1 (-).",
         "- *Answerability*, from 0 to 1, is an estimate of how likely it is that the passages contain an answer. It is "
         "not the chance that the answer is right.",
         f'- *Abstains*: "yes" means that with `min_confidence={threshold}` the answer would be "{no_answer}", because '
-        "the answerability is lower. *Answer* and *F1* are those without this setting.",
+        f"the answerability is below {threshold}. This number is the `answerability_threshold` of the checkpoint; "
+        f"other pages round it to {threshold:.2f}. The columns *Answer* and *F1* are without `min_confidence`.",
     )
     lines = [line for text in intro for line in _wrapped(text)]
     for file in answer_files(run):
@@ -274,7 +276,11 @@ def answers_page(run: Path, threshold: float, no_answer: str) -> str:
                 cells.append([*shown, score, f"{row['answerability']:.2f}", abstains])
             abstention = f"Abstains with `min_confidence={threshold}`?"
             table = markdown_table(["Question", "Expected", "Answer", "F1", "Answerability", abstention], cells)
-            lines += ["", f"## {TASKS[file.task].title}", "", *table]
+            about = (
+                f"The questions are those of the [task](evaluation.md#tasks) `{file.task}`. [The top of this "
+                "page](#answers) explains the columns."
+            )
+            lines += ["", f"## {TASKS[file.task].title}", "", *_wrapped(about), "", *table]
     return "\n".join([*lines, ""])
 
 
@@ -336,47 +342,53 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], cached: dict[
         if copied is not None
     ]
     copied = (
-        f", because there the bonus lowers F1 on most sets (fine-tuned reader: {', '.join(gains)})" if gains else ""
+        f", because it lowers F1 on most sets (fine-tuned reader, without -> with the bonus: {', '.join(gains)})"
+        if gains
+        else ""
     )
     about = (
-        "A row combines measurements of different prompts. F1 comes from questions with one or two passages, which "
-        f"together have {min(lengths):.0f} to {max(lengths):.0f} tokens on average, depending on the set. Times and "
-        f"the size of the cache come from prompts with {passages} passages ({new_tokens} tokens as text)."
+        "Each row combines measurements on different prompts. F1 was measured on questions with one or two passages. "
+        f"The passages of a question together have {min(lengths):.0f} to {max(lengths):.0f} tokens on average, "
+        f"depending on the data set. Times and the size of the cache were measured with {passages} passages. In the "
+        f"column of times without a cache, the prompts have {new_tokens} tokens as text, including the question."
     )
     example = (
-        "How to read a row, for example that of slots of all passages at compression 2: F1 on SQuAD is "
+        "How to read a row, for example the row of slots of all passages at compression 2: F1 on SQuAD is "
         f"{f1('arcaligner')[0]:.1f}. With {SHORT_PASSAGES[0]} passages the first token comes after "
-        f"{first_token_ms(find_size(latency, SHORT_PASSAGES[0], 2), 'off'):,.0f} ms and, if they are cached, after "
-        f"{first_token_ms(cached_sizes[0], 'slots_x2'):,.0f} ms; their cache takes "
+        f"{first_token_ms(find_size(latency, SHORT_PASSAGES[0], 2), 'off'):,.0f} ms, or after "
+        f"{first_token_ms(cached_sizes[0], 'slots_x2'):,.0f} ms if the passages are cached. Their cache takes "
         f"{SHORT_PASSAGES[0] * cached['kept_bytes']['slots_x2'] / 2**20:.0f} MiB."
     )
     notes = [
-        "**Compression** is how many times fewer positions the used passages take than their whole text. At 2, slots "
-        "replace two tokens each, and of truncated text only the first half is given.",
-        "**All passages, not weighted**: the model attends to all passages of the question alike. `evaluate` "
-        "measures this. Pipeline and server instead [weight](docs/extensions.md#which-passages-are-used) the passages "
-        "if `max_passages` is two or more.",
-        f"**F1** is in percent, measured on {counts} questions of each set{fewer_questions(sets)}.",
+        "**Compression** is how many times fewer positions of the prompt the used passages take than their whole text. "
+        "At 2, each slot replaces two tokens; truncated text at 2 is the first half of the whole text.",
+        "**All passages, not weighted**: the model attends to all passages of the question, and none is preferred. The "
+        "command `evaluate` measures answers in this way. Pipeline and server instead "
+        "[weight](docs/extensions.md#which-passages-are-used) the passages by their scores if `max_passages` is two or "
+        "more.",
+        "**F1** is the [word overlap](docs/glossary.md#measurements) of the answer and the answer in the data set, in "
+        f"percent; higher is better. It was measured on {counts} questions of each set{fewer_questions(sets)}.",
         "**Fine-tuned**: the base model has a LoRA that was trained on 4,000 questions with the whole text of their "
-        "passages. We call it the *fine-tuned reader*. Its times were not measured separately: they are those of the "
-        "base model.",
+        "passages. We call this model the *fine-tuned reader*. Its times were not measured; the table shows the times "
+        "of the base model without this LoRA.",
         f"**First token** is the time from the question to the first token of the answer; less is better. Times were "
-        f"measured in float32 on {latency['machine']['cores']} CPU cores, and slots were encoded beforehand.",
+        f"measured in float32 on {latency['machine']['cores']} CPU cores. The sentence encoder had processed the "
+        "passages before the question.",
         f"**Cached passages** have {cached['tokens_per_passage']:.0f} tokens on average. Their keys and values were "
-        f"computed before the question, too, and are stored in {cached['dtype']}. For whole text this is an ordinary "
-        "prefix cache, which serves only the same passages in the same order. Slots are cached for each passage "
-        "separately, so any passages can be combined. [docs/speed.md](docs/speed.md#cached-passages) also measures "
-        "text that is cached for each passage.",
-        "**The default** scores passages and uses the one with the highest score, or the best two if the question "
-        "needs two. Its times include the scoring, and are those of questions that were answered from one passage. "
-        "Only [some passages](docs/extensions.md#selection-of-passages) are scored, so twenty take hardly longer than "
-        "five.",
+        f"computed before the question, and are stored in {cached['dtype']}; the last column shows their size. For "
+        "whole text, times are those of an ordinary prefix cache, which works only for the same passages in the same "
+        "order. Slots are cached for each passage separately, so any cached passages can be combined. "
+        "[docs/speed.md](docs/speed.md#cached-passages) also has times of text that is cached for each passage.",
+        "**The default** scores the passages and uses the passage with the highest score, or the best two if the "
+        "question needs two. Its times include the scoring, and were measured on questions that were answered from one "
+        "passage. Only [some passages](docs/extensions.md#selection-of-passages) are scored, so {1} passages take "
+        "about as long as {0}.".format(*SHORT_PASSAGES),
         "**A dash** means not measured.",
-        f"**CPUs.** The two time columns come from different CPUs ({latency['machine']['cpu']}; for cached "
-        f"passages {cached['machine']['cpu']}), so compare times within one column only.",
+        f"**CPUs.** The two columns of times were measured on different CPUs ({latency['machine']['cpu']}; for cached "
+        f"passages {cached['machine']['cpu']}). So compare times within one column only.",
         "**Copy-biased decoding.** In the rows with slots, and with only a part of the text, tokens that continue a "
         "span of the passages get a bonus (`copy_bonus`) while the answer is generated. In the rows with the whole "
-        f"text they do not{copied}."
+        f"text there is no bonus{copied}."
         + (f" With `copy_bonus=0` the F1 of slots is {', and '.join(lost)}." if lost else ""),
     ]
     shown = [
