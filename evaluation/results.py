@@ -34,9 +34,10 @@ NOT_COMPRESSED = ("standard_rag", "full_text_lora", "full_text_copying", "text_i
 PAPER = json.loads((Path(__file__).parent / "paper_results.json").read_text(encoding="utf-8"))
 FLOOR_NOTE = (
     "The first number is F1 with the passages of the question. *Floor* is F1 with the passages of another question. "
-    "A low floor means that the answers come from the passages. *Retained* is the share of the gain from text that "
-    "the method keeps: (F1 - closed book) / (F1 of text - closed book). Closed book is Naive. Text is the fine-tuned "
-    "reader or, if it was not measured, StandardRAG."
+    'A low floor means that the answers come from the passages. "of N" means that the floor was measured on only '
+    "N questions. *Retained* is the share of the gain from text that the method keeps: (F1 - closed book) / (F1 of "
+    "text - closed book). 100 % means as good as text. Closed book is Naive. Text is the fine-tuned reader or, if it "
+    "was not measured, StandardRAG."
 )
 # Why a share may be missing.
 NO_SHARE_NOTE = (
@@ -44,18 +45,20 @@ NO_SHARE_NOTE = (
     "F1, closed book and text were measured on different numbers of questions."
 )
 DIFFERENCES_NOTE = (
-    "In percentage points. A positive number means that ArcAligner's score is higher. If the brackets contain 0, the "
-    "difference may be chance. A dash means that the two methods were not measured in the same run."
+    "Differences are in percentage points. A positive number means that ArcAligner's score is higher. If the interval "
+    "in brackets contains 0, the difference may be chance. A dash means that the two methods were not measured in the "
+    "same run."
 )
 POSITIONS_NOTE = (
     "The first number is the mean number of positions that the passages take in the prompt. The number after *x* is "
     "the measured compression: the tokens of the passages, divided by these positions."
 )
 PAPER_NOTE = (
-    "The paper has another base model and other passages, so do not compare these numbers with ours. Its ArcAligner "
-    "has one slot per sentence. *Acc* is the share of answers that a judge, a chat model, accepts as right. Rows "
-    "with *w/o* are ablations: without gates (one pass for each slot), without their decision (all passes for each "
-    "slot), and without LoRA and gates."
+    "The paper has another base model and other passages, so do not compare these numbers with ours. The paper's "
+    "ArcAligner has one slot per sentence. *EM* is the share of answers that contain a gold answer. *Acc* is the share "
+    "of answers that a judge, a chat model, accepts as right. Gates decide how often a layer processes a slot. Rows "
+    "with *w/o* leave parts out: *Recursion* is the gates, so each slot takes one pass through a layer; *Gate (Max "
+    "Loop)* is their decision, so each slot takes all passes."
 )
 
 # Sets in results of version 0.2 with their new titles.
@@ -305,9 +308,10 @@ def _paper(numbers: dict, method: str) -> str | None:
 def footnote(results: dict) -> list[str]:
     """Lines on the questions and passages of each set, and on how the numbers were made."""
     note = (
-        "In the tables of this page, scores are in percent. Brackets contain 95 % bootstrap intervals over questions; "
-        "those of differences are paired: over the questions that both methods answered. EM is non-strict: the share "
-        f"of answers that contain a gold answer. Measured on these machines: {results['machine']}."
+        "*Gold* passages are those that the data set gives for the answer. In the tables of this page, scores are in "
+        "percent. Brackets contain 95 % bootstrap intervals over questions. For differences, the bootstrap is paired: "
+        "it uses the questions that both methods answered. EM is non-strict: the share of answers that contain a gold "
+        f"answer. The answers were generated on these machines: {results['machine']}."
     )
     return [*sets_table(results["sets"]), "", *textwrap.wrap(note, 120)]
 

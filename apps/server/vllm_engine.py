@@ -343,6 +343,8 @@ class VllmEngine(Engine):
             body |= {
                 "temperature": request.temperature,
                 "top_p": request.top_p,
+                "top_k": request.sampling_top_k,  # 0 means all tokens, here and in vLLM
+                "min_p": request.min_p,
                 "seed": request.seed,
                 "stop": request.stop,
             }

@@ -37,8 +37,8 @@ def first_token_table(report: dict[str, Any]) -> list[str]:
     note = (
         "In brackets: how many times faster than text. Each time is the median of several rounds. Each ratio is the "
         "median of the ratios of the rounds, except with encoding included: there it is the ratio of the two medians. "
-        "One question at a time, "
-        f"{report['model']}, encoder in {report['encoder_dtype']}; {machine_line(report['machine'])}."
+        f"Measured with one question at a time, with the checkpoint {report['model']} and its encoder in "
+        f"{report['encoder_dtype']}. Machine: {machine_line(report['machine'])}."
     )
     return [*lines, "", *textwrap.wrap(note, 120)]
 
@@ -102,8 +102,8 @@ def cached_passages_table(report: dict[str, Any]) -> list[str]:
     counts = [f"{counted(size['k'], 'passage')}, ms" for size in sizes]
     note = (
         "Time to the first token; in brackets: how many times faster than text with nothing cached. A passage has "
-        f"{report['tokens_per_passage']:.0f} tokens on average. Times and ratios are each medians of "
-        f"{sizes[-1]['rounds']} rounds or more, one question at a time, {report['model']} in {report['dtype']}; "
-        f"{machine_line(report['machine'])}."
+        f"{report['tokens_per_passage']:.0f} tokens on average. Times and ratios are medians of "
+        f"{sizes[-1]['rounds']} rounds or more. Measured with one question at a time, with the checkpoint "
+        f"{report['model']} in {report['dtype']}. Machine: {machine_line(report['machine'])}."
     )
     return [*markdown_table([*columns, *counts], rows), "", *textwrap.wrap(note, 120)]

@@ -96,6 +96,12 @@ def test_unread_pieces_come_together(front, vllm):
     assert whole.text == streamed.text and whole.completion_tokens == streamed.completion_tokens
 
 
+def test_sampling_settings_reach_vllm(front, vllm):
+    settings = {"temperature": 0.7, "top_p": 0.9, "min_p": 0.1, "seed": 3}
+    ask(front, ADA, sampling_top_k=5, **settings)
+    assert settings | {"top_k": 5} == {name: vllm.requests[-1][name] for name in ("top_k", *settings)}
+
+
 def test_abstentions_skip_vllm(front, vllm):
     assert ask(front, ADA)[0].text  # after this, vLLM has been checked
     before = len(vllm.requests)
