@@ -32,8 +32,8 @@ def require_gates(model: ArcAlignerForCausalLM, checkpoint: str) -> None:
     if config.gate_mode != "adaptive" or not config.gated_layers:
         raise ValueError(
             f"{checkpoint} has no active gates: its `gate_mode` is {config.gate_mode!r}, and it has "
-            f"{counted(len(config.gated_layers), 'layer')} with a gate. Pass a checkpoint of stage III with trained "
-            "gates, with `--checkpoint` or as `gated` in the recipe."
+            f"{counted(len(config.gated_layers), 'layer')} with a gate. Pass a checkpoint with trained gates (stage "
+            "III) as `--checkpoint`, or as `gated` in the recipe."
         )
 
 
