@@ -171,6 +171,14 @@ def test_task_without_passages(settings, data, caplog):
     assert by_id["row-0"]["context_tokens"] == 1 and by_id["row-0"]["recall"] == 0.0
 
 
+def test_task_without_gold_passages(settings, data):
+    """The error for a task with passages, none of them gold, does not say that it has no passages."""
+    rows = [row | {"meta": {"gold": []}} for row in question_rows(2)]
+    write_rows(data / "musique.jsonl", rows)
+    with pytest.raises(ValueError, match=r"have no gold passages \(`meta.gold` is empty\).*--passages given"):
+        load_rows("musique", settings(["musique"], of_tasks={"passages": "gold"}))
+
+
 # Answers line by line
 
 SETTINGS = {"weights": "abc", "passages": "given", "top_k": None, "machine": "here", "checkpoint": "runs/a"}
