@@ -216,7 +216,7 @@ def test_truncated_line_is_answered_again(file, kept):
         ({"weights": "other"}, {}, "`weights` was 'abc' and is now 'other'"),
         ({"top_k": 1}, {}, "`top_k` was not set and is now 1"),
         *(
-            ({}, row, "the question, answers or passages with the id row-1 have changed")
+            ({}, row, "the question, answers or passages of the row row-1 have changed")
             for row in ({"question": "Else?"}, {"answers": ["x"]}, {"passages": []})
         ),
     ],
@@ -229,7 +229,7 @@ def test_run_continues_unchanged_only(file, changed, row, message):
         assert file.open(other, rows) == [] and file.settings() == SETTINGS  # nothing was left to answer
         assert file.open(other, ROWS) == ROWS[2:] and file.settings() == other
     else:
-        with pytest.raises(ValueError, match=f"2 answers made with different settings: {message}"):
+        with pytest.raises(ValueError, match=f"2 answers made with different settings or questions: {message}"):
             file.open(other, rows)
         assert file.settings() == SETTINGS
     assert file.path.read_bytes() == before
