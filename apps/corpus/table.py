@@ -156,7 +156,7 @@ class Corpus:
             check_num_tokens("passage_words", passage_words)
             passage_tokens = tokens_of_words(passage_words)
             warnings.warn(
-                "`passage_words` is deprecated and will be removed in the next version; pass "
+                "`passage_words` is deprecated and will be removed in the next release; pass "
                 f"`passage_tokens={passage_tokens}`.",
                 FutureWarning,
                 stacklevel=2,
