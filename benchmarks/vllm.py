@@ -317,8 +317,8 @@ def main(
     vllm_options: Annotated[str, typer.Option(help="Options of vLLM's server, as one string.")] = "--enforce-eager",
     data: Annotated[Path, typer.Option(help="JSON Lines file of questions with passages.")] = SQUAD_SAMPLE,
 ) -> None:
-    """Compare the speed of vLLM with slots, vLLM with text, and the engine of this project with slots. All answer the
-    same questions, one after another."""
+    """Compare the speed of vLLM with slots, vLLM with text, and the engine of this project with slots. The engines take
+    turns to answer the same questions."""
     if (python := find_vllm()) is None:
         raise ImportError(
             "vLLM is not installed. Run `make vllm` in the repository, or set the environment variable ARCALIGNER_VLLM "

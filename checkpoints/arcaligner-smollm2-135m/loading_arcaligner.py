@@ -433,8 +433,8 @@ def check_weights(model, files: list[str], source: str, ignore_mismatched_sizes:
     if others and not ignore_mismatched_sizes:
         raise ValueError(
             f"Checkpoint {source} does not fit {described}: `{others[0]}` has shape {saved[others[0]]} in the "
-            f"checkpoint and {expected[others[0]]} in the model ({len(others)} weights differ in shape). Load the "
-            "checkpoint with the base model, encoder and LoRA rank that it was trained with."
+            f"checkpoint and {expected[others[0]]} in the model (weights with different shapes: {len(others)}). Load "
+            "the checkpoint with the base model, encoder and LoRA rank that it was trained with."
         )
     strangers = sorted(key for key in shapes if not model.is_aligner_key(key))
     if strangers and not _includes_base_model(config, shapes):

@@ -105,8 +105,8 @@ def read_header(key: str) -> Header:
     """
     if not isinstance(key, str) or not re.fullmatch("[0-9a-f]{64}", key):
         raise ValueError(
-            f"{key!r} is not the key of a precomputed passage; expected 64 hexadecimal digits, the name of a file of "
-            "precomputed passages without .safetensors."
+            f"{key!r} is not the key of a precomputed passage; expected 64 hexadecimal digits: the name of the "
+            "passage's file, without .safetensors."
         )
     return _read_header(path_of(key), *stamp_of(key))
 
