@@ -138,9 +138,7 @@ def check_pointer_heads(heads: list[list[int]], num_layers: int, num_heads: int)
     """Raise `ValueError` for pointer heads that the backbone does not have."""
     for head in heads:
         if len(head) != 2 or not all(is_number(value, Integral) for value in head):
-            raise ValueError(
-                f"`pointer_heads` contains {head!r}; expected two whole numbers, of a layer and of a head in it."
-            )
+            raise ValueError(f"`pointer_heads` contains {head!r}; expected pairs [layer, head] of two whole numbers.")
         layer, number = head
         if not (0 <= layer < num_layers and 0 <= number < num_heads):
             raise ValueError(

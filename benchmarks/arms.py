@@ -92,8 +92,8 @@ def select_rows(rows: list[Row], processor: ArcAlignerProcessor, number: int) ->
     candidates = list({passage["text"]: row | {"passages": [passage]} for row, passage in pairs}.values())
     if len(candidates) < number:
         raise ValueError(
-            f"The data have {counted(len(candidates), 'passage')} with a question; expected at least {number}. Pass a "
-            "larger file with `--data`, or smaller numbers of passages with `--sizes`."
+            f"The data file has {counted(len(candidates), 'different passage')} with a question; expected at least "
+            f"{number}. Pass a larger file with `--data`, or smaller numbers of passages with `--sizes`."
         )
     texts = [row["passages"][0]["text"] for row in candidates]
     counts = [len(ids) for ids in processor.tokenizer(texts)["input_ids"]]

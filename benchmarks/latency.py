@@ -86,7 +86,9 @@ def parse_sizes(text: str, option: str = "--sizes") -> list[int]:
     """
     sizes = [int(size) if size.isdecimal() else 0 for size in text.split(",")]
     if min(sizes) < 1:
-        raise ValueError(f"`{option}` is {text!r}; expected whole numbers from 1, separated by commas, such as 1,5.")
+        raise ValueError(
+            f"`{option}` is {text!r}; expected whole numbers of at least 1, separated by commas, such as 1,5."
+        )
     return sizes
 
 

@@ -506,8 +506,8 @@ def main(
     ] = "joint",
     output: Annotated[Path | None, typer.Option(help="Folder for the report and its table.")] = None,
 ) -> None:
-    """Compare slots with text on a model that has the shape of a well-known one, and random weights. Measured are the
-    number of operations, memory, and the times of the first token, of a further token and of training steps."""
+    """Compare slots with text on a model that has random weights and the shape of a well-known model. Measure the
+    number of operations, the memory, and the times of the first token, of a further token and of training steps."""
     start = time.perf_counter()
     is_cpu = device.partition(":")[0] == "cpu"
     backbone_dtype = getattr(torch, dtype or ("float32" if is_cpu else "bfloat16"))

@@ -276,7 +276,8 @@ def parse_batches(batches: str) -> list[tuple[int, int]]:
     pairs = [re.fullmatch(r"([1-9]\d*):([1-9]\d*)", batch.strip()) for batch in batches.split(",") if batch.strip()]
     if None in pairs:
         raise ValueError(
-            f"`--batches` is {batches!r}; expected PASSAGES:QUESTIONS, separated by commas, such as 5:12,20:6."
+            f"`--batches` is {batches!r}; expected pairs PASSAGES:QUESTIONS of numbers of at least 1, separated by "
+            "commas, such as 5:12,20:6."
         )
     return [(int(pair[1]), int(pair[2])) for pair in pairs]
 
@@ -316,8 +317,8 @@ def main(
     vllm_options: Annotated[str, typer.Option(help="Options of vLLM's server, as one string.")] = "--enforce-eager",
     data: Annotated[Path, typer.Option(help="JSON Lines file of questions with passages.")] = SQUAD_SAMPLE,
 ) -> None:
-    """Compare the speed of vLLM with slots, vLLM with text, and the engine of this project with slots. They answer the
-    same questions, in turns."""
+    """Compare the speed of vLLM with slots, vLLM with text, and the engine of this project with slots. The engines take
+    turns to answer the same questions."""
     if (python := find_vllm()) is None:
         raise ImportError(
             "vLLM is not installed. Run `make vllm` in the repository, or set the environment variable ARCALIGNER_VLLM "

@@ -77,8 +77,8 @@ def find_file(path: str, data_dir: str) -> str:
     if not os.path.exists(file):
         raise FileNotFoundError(
             f"There is no file {file}; paths are relative to the folder of the data, {data_dir or '.'!r}. Correct the "
-            "path or the folder: `data_dir` in a recipe, `--data-dir` on the command line. To make the files that "
-            "the recipes use, run `python -m arcaligner.train.prepare_data`."
+            "path, or the folder: `data_dir` in a recipe, or the option `--data-dir`, if the command has it. To make "
+            "the files that the recipes use, run `python -m arcaligner.train.prepare_data`."
         )
     return file
 

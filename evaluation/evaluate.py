@@ -76,17 +76,24 @@ def load_rows(name: str, settings: EvaluationSettings) -> list[Row]:
     rows = TASKS[name].load(settings.data, task.num_questions)
     if task.passages == "retrieved":
         rows = retrieve(rows, settings.corpus, settings.checkpoint, task.top_k or 1)
+    has_passages = any(row["passages"] for row in rows)
     rows = select_passages(rows, task.passages, task.top_k)
     if not any(row["passages"] for row in rows) and set(settings.methods) != {"naive"}:
+        if has_passages:
+            raise ValueError(
+                f"The questions of {TASKS[name].title} have no gold passages (`meta.gold` is empty). Use all passages "
+                "with `--passages given`, or correct the rows."
+            )
         raise ValueError(
             f"The questions of {TASKS[name].title} have no passages. Retrieve some with `--passages retrieved --corpus "
             f"CORPUS`, or add `passages` to {name}.jsonl.gz in a folder, and pass this folder with `--data`."
         )
     if num_empty := sum(not row["passages"] for row in rows):
+        kind = "gold passages" if task.passages == "gold" else "passages"
         logger.warning(
-            "%s: %d of %d questions have no passages. They are answered without any, and count in the scores. "
+            "%s: %d of %d questions have no %s. They are answered without any, and count in the scores. "
             "`--passages retrieved --corpus CORPUS` finds passages for all questions.",
-            *(TASKS[name].title, num_empty, len(rows)),
+            *(TASKS[name].title, num_empty, len(rows), kind),
         )
     return rows
 

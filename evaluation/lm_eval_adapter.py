@@ -39,7 +39,7 @@ class ArcAlignerLM(LM):
     def __init__(self, pretrained: str, batch_size: int | str = 1, device: str | None = None):
         super().__init__()
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
-            raise ValueError(f"`batch_size` is {batch_size}; expected a number of questions, such as 16.")
+            raise ValueError(f"`batch_size` is {batch_size}; expected a number of questions of at least 1, such as 16.")
         self.batch_size = int(batch_size)
         self.aligner = load_aligner(pretrained, device or default_device())
 

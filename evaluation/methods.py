@@ -99,7 +99,9 @@ def fingerprint(checkpoint: str) -> str:
     if any(folder.glob("*.safetensors")):
         return digest_files([path for pattern in CHECKPOINT_FILES for path in sorted(folder.glob(pattern))])[:16]
     if folder.is_dir() or checkpoint.count("/") != 1:
-        raise ValueError(f"{checkpoint} has no weights (*.safetensors). Pass the folder of a trained checkpoint.")
+        raise ValueError(
+            f"{checkpoint} is not a folder with weights (*.safetensors). Pass the folder of a trained checkpoint."
+        )
     ArcAlignerConfig.from_pretrained(checkpoint)  # downloads it, so that the cache has its commit
     commit = Path(try_to_load_from_cache(checkpoint, CONFIG_NAME)).parent.name
     return f"{checkpoint}@{commit}"

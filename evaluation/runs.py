@@ -101,13 +101,13 @@ class AnswerFile:
             if before.get(key) != settings.get(key)
         ]
         changed += [
-            f"the question, answers or passages with the id {row['id']} have changed"
+            f"the question, answers or passages of the row {row['id']} have changed"
             for row in rows
             if known.get(row["id"], row_digest(row)) != row_digest(row)
         ]
         if changed:
             raise ValueError(
-                f"{self.path} contains {counted(len(known), 'answer')} made with different settings: "
+                f"{self.path} contains {counted(len(known), 'answer')} made with different settings or questions: "
                 f"{', '.join(changed[:3])}. Choose another folder with `--output`, or delete the file to make its "
                 "answers again."
             )

@@ -111,9 +111,9 @@ def wrong_passages(rows: list[Row], title: str) -> list[Row]:
         wrong = (other["passages"] for other in others if other["passages"] and _is_wrong(row, texts, other))
         if (passages := next(wrong, None)) is None:
             raise ValueError(
-                f"The floor of {title} cannot be measured: no other question has passages that are unrelated to "
-                f"{row['question']!r} (the passages of each other question answer this question or belong to it). Use "
-                "more questions (`-n`), or leave out `--floor`."
+                f"The floor of {title} cannot be measured, because it needs passages of another question without an "
+                f"answer to {row['question']!r}, and there are none. Use more questions (`-n`), or do not measure the "
+                "floor (leave out `--floor`; `arcaligner reproduce` has `--no-floor`)."
             )
         changed.append(row | {"passages": passages})
     return changed

@@ -80,7 +80,8 @@ def main(
     recipes = [(folder / RECIPE_FILE).read_text(encoding="utf-8").strip() for folder in folders]
     save_stage(output, model, processor, "\n---\n".join(recipes) + "\n")
     if not write_model_card(model.config, output):
-        typer.echo(f"{output / 'README.md'} was edited and is not replaced. Delete it and run again to get a new one.")
+        page = output / "README.md"
+        typer.echo(f"{page} was edited and is not replaced. To get a new one, delete it and export again.")
     typer.echo(f"Wrote the aligner of {folders[-1]} to {output}")
 
 

@@ -133,8 +133,8 @@ def _read_recipes(folder: Path) -> tuple[Counter[str], dict[str, dict[str, None]
                     data.setdefault(data_set, {})[recipe["stage"]] = None
     except (yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{path} does not contain recipes of stages ({error!r}); expected YAML with the keys with which each stage "
-            "was trained, such as `stage: grounding`, and `---` between stages. Correct or remove the file."
+            f"{path} does not contain recipes of stages ({error!r}); expected YAML with the settings of each stage, "
+            "such as `stage: grounding`, and `---` between stages. Correct or remove the file."
         ) from error
     return stages, data
 
@@ -258,7 +258,7 @@ def push_checkpoint(repo_id: str, checkpoint: str | Path, *, private: bool = Fal
     if get_token() is None:
         raise PermissionError(
             f"No Hub token was found, so nothing can be pushed to `{repo_id}`. Make a token with write permission at "
-            f"{api.endpoint}/settings/tokens, then run `hf auth login` or set HF_TOKEN."
+            f"{api.endpoint}/settings/tokens, then run `hf auth login` or set the environment variable HF_TOKEN."
         )
     with _translate_hub_errors(repo_id, api.endpoint):
         repo_id = api.create_repo(repo_id, private=private or None, exist_ok=True).repo_id
@@ -285,9 +285,9 @@ def _translate_hub_errors(repo_id: str, endpoint: str) -> Iterator[None]:
         status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else None
         if status in (401, 403, 404):
             raise PermissionError(
-                f"The Hub token may not write to `{repo_id}` (status {status}). It needs write permission, and its "
-                f"owner must be `{repo_id.split('/')[0]}` or a member of this organization: see "
-                f"{endpoint}/settings/tokens. Then run `hf auth login` or set HF_TOKEN."
+                f"The Hub token may not write to `{repo_id}` (status {status}). Make a token with write permission at "
+                f"{endpoint}/settings/tokens, as the user `{repo_id.split('/')[0]}` or, if that is an organization, as "
+                "a member of it. Then run `hf auth login` or set the environment variable HF_TOKEN."
             ) from error
         raise ConnectionError(
             f"The push to `{repo_id}` was interrupted ({type(cause).__name__}: {cause}). No commit was made. Push "

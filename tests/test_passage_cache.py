@@ -326,7 +326,7 @@ def test_every_fingerprint_field_is_compared(model, processor, tmp_path):
     assert len(fingerprint) > 20
     assert torch.equal(load_keys_values(path, fingerprint, config), store._entries[path.stem])
     for field, value in fingerprint.items():
-        expected = f"`{field}` {json.loads(json.dumps(value))!r}; expected 'other'. Delete the file"
+        expected = f"`{field}` {json.loads(json.dumps(value))!r}; expected 'other'. A `PassageCache` replaces this file"
         with pytest.raises(ValueError, match=re.escape(expected)):
             load_keys_values(path, {**fingerprint, field: "other"}, config)
 
@@ -344,8 +344,8 @@ def save_again(path, fingerprint):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda path: path.write_bytes(path.read_bytes()[:100]), "cannot be read.*Delete the file"),
-        (lambda path: (path.unlink(), path.mkdir()), "cannot be read.*Delete the file"),
+        (lambda path: path.write_bytes(path.read_bytes()[:100]), "cannot be read.*`PassageCache` replaces this file"),
+        (lambda path: (path.unlink(), path.mkdir()), "cannot be read.*`PassageCache` replaces this file"),
         (lambda path: save_file(load_file(path), path), "format is None; expected 'arcaligner-passage-3'"),
         (lambda path: save_file(load_file(path), path, {"format": "x-0"}), "'x-0'; expected 'arcaligner-passage-3'"),
         (

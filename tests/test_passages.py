@@ -117,7 +117,7 @@ def test_moved_passages_record_no_attentions():
     model = tiny_aligner("llama", passage_attention="separate", passage_alignment="end")
     model.set_attn_implementation("eager")
     batch = for_generate(collate(random_rows(model, [3], contiguous=True)))
-    with pytest.raises(ValueError, match="attentions cannot be recorded with"):
+    with pytest.raises(ValueError, match="attentions cannot be recorded for passages of different lengths"):
         model(**batch, context_passage_ids=torch.tensor([[0, 0, 1]]), output_attentions=True)
 
 

@@ -285,8 +285,8 @@ def test_batches_answer_as_single_questions(pointing, options):
     [
         ([[2, 0]], r"contains \[2, 0\], but the base model has layers 0 to 1 with heads 0 to 3"),
         ([[0, 4]], r"contains \[0, 4\], but"),
-        ([[0]], "expected two whole numbers"),
-        ([[0, 1.5]], "expected two whole numbers"),
+        ([[0]], "expected pairs"),
+        ([[0, 1.5]], "expected pairs"),
     ],
 )
 def test_missing_heads_are_refused(heads, message):

@@ -607,11 +607,12 @@ class ExampleSelector:
         empty = [source for source in sources if not len(examples[source])]
         if empty or not sum(counts.values()):
             reasons = [self._why_empty(source, left_out[source]) for source in empty if left_out[source]]
-            number = "any number of" if max_examples is None else f"at most {max_examples}"
+            number = "" if max_examples is None else f"at most {max_examples} examples, and "
             raise ValueError(
                 " ".join(reasons)
-                or f"No examples can be made from {', '.join(sources)}; the recipe asks for {number} examples of at "
-                f"most {self.builder.max_tokens} tokens (`max_tokens`). Raise these limits, or choose other files."
+                or f"No examples can be made from {', '.join(sources)}; the recipe allows {number}at most "
+                f"{self.builder.max_tokens} tokens per example (`max_tokens`). Raise these limits, or choose other "
+                "files."
             )
         if oversample:
             examples = {source: self._repeat(source, examples[source], counts[source]) for source in sources}

@@ -177,9 +177,9 @@ def main(
         typer.Option(help=f"{ALIGNER_HELP} The multi-hop head is saved in this folder."),
     ],
     number: Annotated[
-        int, typer.Option("-n", help="About how many training questions the head is fitted to.")
+        int, typer.Option("-n", help="Approximate number of training questions that the head is fitted to.")
     ] = 20_000,
-    held_out: Annotated[int, typer.Option(help="About how many questions about held-out articles to use.")] = 1000,
+    held_out: Annotated[int, typer.Option(help="Approximate number of questions on held-out articles.")] = 1000,
     data_dir: Annotated[
         str | None, typer.Option(help="Folder of the data files. Default: `data_dir` of the recipe.")
     ] = None,

@@ -38,7 +38,7 @@ WAYS = "top-ranked", "two", "three if unsure", "as needed", "all", "all, weighte
 # What the columns of the table mean, as far as their titles do not say it.
 LEGEND = (
     "Columns: which passages the answers come from. two: the two top-ranked passages. three if unsure: three, if the "
-    "top-ranked passage is unlikely to contain the answer, else only this one. as needed: one or two, as the multi-hop "
+    "top-ranked passage is unlikely to contain the answer, else only one. as needed: one or two, as the multi-hop "
     "head decides (the default of the pipeline). all, weighted: attention to each passage is weighted by its score. "
     "needed: exactly the passages that the answer needs."
 )
@@ -127,7 +127,7 @@ def main(
     rates: Annotated[
         str, typer.Option(help="Values of `tokens_per_slot`, separated by commas, such as 2,4,segment.")
     ] = "2",
-    number: Annotated[int, typer.Option("-n", help="About how many questions to answer.")] = 150,
+    number: Annotated[int, typer.Option("-n", help="Approximate number of questions to answer.")] = 150,
     data_dir: Annotated[
         str | None, typer.Option(help="Folder of the data files. Default: `data_dir` of the recipe.")
     ] = None,

@@ -388,13 +388,15 @@ def _of_this_machine(plans: list[StagePlan]) -> list[str]:
     if not torch.cuda.is_available():
         return ["This machine has no GPU, so it was not checked whether the memory is enough."]
     free, total = torch.cuda.mem_get_info()
-    needed = max(plan.bytes_needed for plan in plans)
+    largest = max(plans, key=lambda plan: plan.bytes_needed)
+    needed = largest.bytes_needed
     line = f"{torch.cuda.get_device_name()}: {free / GIB:.1f} of {total / GIB:.1f} GiB are free"
     if needed <= free:
         return [f"{line}, which is enough."]
     busy = " Other processes use the rest; wait until they end." if needed <= total else ""
+    checkpointing = "append `-- --activation_checkpointing true` to the command, which gives the same aligner, or "
+    advice = "" if largest.activation_checkpointing else checkpointing
     return [
-        f"{line}, but {needed / GIB:.1f} GiB are needed.{busy} To use less memory, append `-- "
-        "--activation_checkpointing true` to the command, which gives the same aligner, or lower "
-        "`per_device_train_batch_size`."
+        f"{line}, but {needed / GIB:.1f} GiB are needed.{busy} To use less memory, {advice}lower "
+        f"`{'per_device_train_batch_size' if largest.batch_tokens is None else 'batch_tokens'}`."
     ]

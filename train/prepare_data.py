@@ -148,7 +148,7 @@ def _reaching(source: Source) -> Iterator[None]:
         yield
     except Exception as error:  # of whichever library reads the files
         raise OSError(
-            f"{source.place} cannot be reached ({type(error).__name__}: {error}). Run the command again to continue, "
+            f"{source.place} cannot be read ({type(error).__name__}: {error}). Run the command again to continue, "
             f"or put a copy of the data set into FOLDER/{source.place} and pass `--copies FOLDER`."
         ) from error
 
@@ -231,7 +231,7 @@ def read_limits(arguments: Iterable[str]) -> list[Source]:
     refuse_unknown("`--limit`", numbers, [source.name for source in SOURCES])
     if bad := [name for name, number in numbers.items() if not number.isdecimal()]:
         raise ValueError(
-            f"`--limit {bad[0]}={numbers[bad[0]]}`: expected a whole number of rows, as in `--limit {bad[0]}=1000`."
+            f"`--limit` is {bad[0]}={numbers[bad[0]]}; expected a whole number of rows, as in `--limit {bad[0]}=1000`."
         )
     limits = {name: int(number) for name, number in numbers.items()}
     limited = [replace(source, limit=limits.get(source.name, source.limit)) for source in SOURCES]

@@ -191,9 +191,9 @@ class RecipeArguments:
             )
         if self.has_turns and self.attn_implementation not in _MASKED_ATTENTION:
             raise ValueError(
-                f"`attn_implementation` is {self.attn_implementation!r}, which supports neither several questions in "
-                "an example (`max_questions`) nor `continues`. Set `attn_implementation` to 'eager' or 'sdpa', or "
-                "leave `max_questions` and `continues` out."
+                f"`attn_implementation` is {self.attn_implementation!r}, which does not support examples with several "
+                "chat turns (`max_questions` or `continues`). Set `attn_implementation` to 'eager' or 'sdpa', or leave "
+                "`max_questions` and `continues` out."
             )
         for key in ("max_questions", "max_segments", "passage_words"):
             if getattr(self, key) < 1:
@@ -326,7 +326,8 @@ def check_devices(needs_bfloat16: bool) -> None:
     if 0 < count < local:
         raise ValueError(
             f"{local} processes were started on a machine with {count} GPU{'s' * (count > 1)}, but each process needs "
-            f"its own GPU. Pass `--num_processes {count}` to `accelerate launch`."
+            f"its own GPU. Set `num_processes: {count}` in the configuration of accelerate, or pass `--num_processes "
+            f"{count}` to `accelerate launch`."
         )
     if needs_bfloat16:
         check_bfloat16()

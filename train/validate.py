@@ -43,7 +43,7 @@ RECIPE_HELP = (
     "Recipe file of a stage, such as train/recipes/smollm2_135m/2_grounding.yaml. Its data files and its choice of "
     "held-out articles are used."
 )
-ALIGNER_HELP = "Folder of an aligner that has an answerability head (`python -m arcaligner.train.confidence`)."
+ALIGNER_HELP = "Folder of an aligner that has an answerability head (`python -m arcaligner.train.confidence` fits one)."
 
 
 def read_recipe(path: Path, data_dir: str | None) -> RecipeArguments:

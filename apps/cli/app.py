@@ -83,7 +83,7 @@ def options(
 ) -> None:
     """Answer questions from passages that are compressed into slots: vectors that replace text in the prompt.
 
-    A language model, the base model, answers from the slots. The aligner is what was trained to make slots for it.
+    The base model is a language model; it answers from the slots. The aligner is the trained part that makes the slots.
     """
 
 
@@ -122,8 +122,8 @@ def cut(documents: list[Document], processor) -> tuple[list[Passage], list[dict[
     if len(passages) > (most := max(MANY_PASSAGES, len(documents))):
         text = f"The text of {documents[0].id}" if len(documents) == 1 else f"The text of the {len(documents)} files"
         raise ValueError(
-            f"{text} makes {len(passages):,} passages; expected at most {most}, because `arcaligner answer` encodes "
-            "them again for each question. Build a corpus with `arcaligner corpus build`, and use `arcaligner ask`."
+            f"{text} has {len(passages):,} passages; expected at most {most}, because `arcaligner answer` encodes all "
+            "passages for each question. Build a corpus with `arcaligner corpus build`, and use `arcaligner ask`."
         )
     texts = (passage.document.text[passage.start : passage.end] for passage in passages)
     return passages, [{"title": passage.title, "text": text} for passage, text in zip(passages, texts, strict=True)]
@@ -208,7 +208,10 @@ def answer(
     document: Annotated[
         list[Path],
         typer.Option(
-            help="A text file; can be repeated. Long files are cut into passages.", exists=True, dir_okay=False
+            help="A file with text, such as .txt, .md, .html, .pdf or .docx; can be repeated. Long files are cut into "
+            "passages.",
+            exists=True,
+            dir_okay=False,
         ),
     ],
     question: Annotated[str | None, typer.Argument(help="The question.")] = None,
@@ -258,7 +261,7 @@ def answer(
         ),
     ] = None,
 ) -> None:
-    """Answer a question from your own text files, using the passage most likely to contain the answer."""
+    """Answer a question from your own files, using the passage or passages most likely to contain the answer."""
     from ...tokenization_arcaligner import check_question
 
     if (question is None) == (question_option is None):
@@ -290,7 +293,7 @@ def answer(
     more |= {"max_slots": max_slots, "zoom": zoom}
     settings |= {name: value for name, value in more.items() if value is not None}
     passages, documents = cut(files, ask.processor)
-    with busy(f"Encoding {counted(len(passages), 'passage')}"):
+    with busy(f"Encoding {counted(len(passages), 'passage')} and answering"):
         record = ask({"question": question, "documents": documents}, return_slots=True, **settings)[0]
     show(record["generated_text"].strip())
     if show_slots:
@@ -328,7 +331,7 @@ def describe_record(record: dict[str, Any], passages: list[Passage], no_answer: 
             messages.print(source_line(source), markup=False, soft_wrap=True)
     if unused := len(passages) - len(sources):
         options = "`--max-passages`" + (" and `--max-slots`" if record["statistics"].get("dropped") else "")
-        messages.print(f"[dim]{counted(unused, 'passage')} not used. To use more, pass a higher {options}.[/]")
+        messages.print(f"[dim]Not used: {counted(unused, 'passage')}. To use more, pass a higher {options}.[/]")
     warn_if_not_verbatim(record["generated_text"].strip(), sources, no_answer)
     print_estimates(*(record["statistics"].get(name) for name in ("answerability", "answer_likelihood")))
     messages.print(f"[dim]{compression_summary(record['statistics'])}[/]")
@@ -370,7 +373,7 @@ def ask_corpus(
     warn_if_not_verbatim(result.text, sources, engine.processor.no_answer)
     if unused := len(result.sources) - len(sources):
         messages.print(
-            f"[dim]{counted(unused, 'more passage')} retrieved but not used. To use more, pass a higher "
+            f"[dim]Retrieved but not used: {counted(unused, 'passage')}. To use more, pass a higher "
             "`--max-passages`.[/]"
         )
     parts = {"retrieval": "retrieval", "slots": "slots", "scoring": "scoring of passages", "model": "model"}
@@ -411,8 +414,8 @@ def serve_answers(
     max_batch: Annotated[
         int,
         typer.Option(
-            help="Maximum number of requests that are prepared together; up to four times as many are answered at the "
-            "same time.",
+            help="Maximum number of requests that are prepared (encoded and prefilled) together; up to four times as "
+            "many are answered at the same time.",
             min=1,
         ),
     ] = 8,
@@ -453,7 +456,7 @@ def serve_answers(
         ),
     ] = None,
 ) -> None:
-    """Serve an OpenAI-compatible API, and a web page to ask questions on."""
+    """Serve an OpenAI-compatible API, and a web page for questions."""
     from ..server.app import ServerSettings
     from ..server.listen import check_port, serve
     from ..server.request import Limits
@@ -481,7 +484,7 @@ def serve_answers(
 
 @app.command()
 def demo(checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT), tokens_per_slot: TokensPerSlot = None) -> None:
-    """Answer sample questions from slots and, with the base model alone, from text, and compare the answers."""
+    """Answer sample questions from slots, and from text with the bare base model, and compare the answers."""
     from .demo import run_demo
 
     shared.limit_threads()
@@ -494,7 +497,7 @@ def demo(checkpoint: Checkpoint = str(DEFAULT_CHECKPOINT), tokens_per_slot: Toke
 def install_default_models() -> None:
     """Make the default base model and encoder from installed Python packages, without the Hub.
 
-    They are written to the folder that the environment variable ARCALIGNER_MODELS names, by default to
+    Both models are written to the folder that the environment variable ARCALIGNER_MODELS names, by default to
     `arcaligner/models` in your cache folder.
     """
     require_extra("default-models", "gguf")
@@ -524,7 +527,10 @@ def train(
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(help="Pass `gpu` to use the recipe's settings for GPUs: those in its gpu.yaml, if there is one."),
+        typer.Option(
+            help="Pass `gpu` to replace settings by those in the recipe's gpu.yaml. Of the recipes in train/recipes, "
+            "only smollm2_135m has this file."
+        ),
     ] = None,
     dry_run: Annotated[
         bool,
@@ -647,11 +653,16 @@ def evaluate(
         str | None,
         typer.Option(
             help="Which passages to use: given (all that the question set has for a question), gold (only those "
-            "that the answer needs) or retrieved (from `--corpus`). Default: the recipe's, else given."
+            "that the answer needs, if the set says which) or retrieved (from `--corpus`). Default: the recipe's, else "
+            "given."
         ),
     ] = None,
     top_k: Annotated[
-        int | None, typer.Option(help="Number of passages per question. Default: all, or one if they are retrieved.")
+        int | None,
+        typer.Option(
+            help="Maximum number of passages per question. Default: the recipe's, else all, or one if passages are "
+            "retrieved."
+        ),
     ] = None,
     corpus: Annotated[
         str | None, typer.Option(help="Folder of the corpus to retrieve from, for `--passages retrieved`.")
@@ -749,7 +760,9 @@ def reproduce(
     judging = {name: value for name, value in judging.items() if value is not None}
     settings.reproduce = replace(settings.reproduce, **judging)
     if judge is not None and settings.reproduce.endpoint is None:
-        raise ValueError("`--judge` needs the address of a server with this model. Pass the address with `--endpoint`.")
+        raise ValueError(
+            f"`--judge` is {judge!r}, but no address of a server with this model was given. Pass it with `--endpoint`."
+        )
     for page in make(part, Reproduction(settings, num_questions)):
         show(page.read_text(encoding="utf-8"))
         messages.print(f"Written to {page}", markup=False)

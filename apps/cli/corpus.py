@@ -54,7 +54,9 @@ def build(
     ] = None,
     passage_words: Annotated[
         int | None,
-        typer.Option(help="Deprecated: `--passage-tokens`, counted in English words instead.", min=1, hidden=True),
+        typer.Option(
+            help="Deprecated: maximum number of English words per passage. Use `--passage-tokens`.", min=1, hidden=True
+        ),
     ] = None,
     tokens_per_slot: CorpusTokensPerSlot = None,
     prune: Annotated[bool, typer.Option("--prune", help="Remove documents that are in none of the sources.")] = False,
@@ -102,8 +104,8 @@ def build(
     if strict and report.skipped:
         raise ValueError(
             f"{len(report.skipped)} of the files and rows {'was' if len(report.skipped) == 1 else 'were'} skipped. "
-            f"The first one: {one_line(report.skipped[0])}. Everything else is in the corpus. Correct or remove what "
-            "was skipped, or leave out `--strict`."
+            f"The first one: {one_line(report.skipped[0]).rstrip('.')}. Everything else is in the corpus. Correct or "
+            "remove what was skipped, or leave out `--strict`."
         )
 
 

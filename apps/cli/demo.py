@@ -132,9 +132,9 @@ def show_summary(console: Console, config: Any, results: list[tuple[Row, DemoAns
         highlight=False,
     )
     console.print(
-        f"Result: of {len(results)} answers, {right[0]:.0f} from slots and {right[1]:.0f} from text are right (contain "
-        f"a gold answer). Text takes {positions[1] / max(1, positions[0]):.1f} times as many positions as slots. Time: "
-        f"{seconds[0]:.0f} s from slots, {seconds[1]:.0f} s from text.",
+        f"Result: {right[0]:.0f} of {len(results)} answers from slots are right (contain a gold answer), and "
+        f"{right[1]:.0f} of {len(results)} from text. Text takes {positions[1] / max(1, positions[0]):.1f} times as "
+        f"many positions as slots. Time: {seconds[0]:.0f} s from slots, {seconds[1]:.0f} s from text.",
         highlight=False,
     )
     console.print(NEXT, markup=False, highlight=False, soft_wrap=True)

@@ -81,7 +81,7 @@ def check_checkpoint_exists(checkpoint: str) -> None:
     times, for minutes."""
     if not checkpoint:
         raise ValueError(
-            "The checkpoint is empty (''); expected a folder or a Hub id. Leave it out to use the shipped aligner."
+            "The checkpoint is empty (''); expected a folder or a Hub id. Pass no checkpoint for the shipped aligner."
         )
     path = Path(checkpoint)
     is_folder = path.is_absolute() or len(path.parts) > 2 or checkpoint.startswith(".") or Path(path.parts[0]).is_dir()

@@ -196,8 +196,8 @@ def _encoding(
         except BrokenProcessPool as error:
             raise OSError(
                 f"One of the {processes} encoding processes ended, probably because memory ran out: each process loads "
-                "its own encoder. The corpus has all passages encoded so far. To continue, run the command again with "
-                "fewer processes."
+                "its own encoder. Passages that were reported as encoded are in the corpus. To continue, run the "
+                "command again with fewer processes."
             ) from error
         except BaseException:
             pool.shutdown(cancel_futures=True)

@@ -51,7 +51,8 @@ def precompute_corpus(corpus: Corpus, model, processor, on_progress: Callable[[s
                 paths = store.precompute("?", **slot_passages(rows, processor.context_words).inputs)
                 if missing := [path for path in paths if not path.exists()]:
                     raise OSError(
-                        f"{missing[0]} could not be written. Free disk space, and run the command again to continue."
+                        f"{missing[0]} could not be written. Check that the folder is writable and has free disk "
+                        "space, and run the command again to continue."
                     )
                 used.update(paths)
                 done = f"{counted(store.misses, 'passage')} computed, {store.loads} already computed"

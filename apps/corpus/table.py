@@ -156,7 +156,7 @@ class Corpus:
             check_num_tokens("passage_words", passage_words)
             passage_tokens = tokens_of_words(passage_words)
             warnings.warn(
-                "`passage_words` is deprecated and will be removed in the next version; pass "
+                "`passage_words` is deprecated and will be removed in the next release; pass "
                 f"`passage_tokens={passage_tokens}`.",
                 FutureWarning,
                 stacklevel=2,
@@ -272,8 +272,8 @@ class Corpus:
                 like = sorted(document for document in self.documents() if document.endswith(missing[0]))[:1]
                 raise ValueError(
                     f"The corpus {self.path} has no document {missing[0]!r}; expected the id of a "
-                    f"document{f', such as {like[0]!r}' if like else ''}. `arcaligner ask` prints a passage as "
-                    "ID:START-END."
+                    f"document{f', such as {like[0]!r}' if like else ''}. Copy the ID from the output of `arcaligner "
+                    "ask`, which names each passage as ID:START-END."
                 )
             self.delete(documents)
             self.optimize()

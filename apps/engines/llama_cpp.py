@@ -234,7 +234,7 @@ class LlamaCppEngine:
     ):
         check_gates(gate_mode, None, None)
         if context_length < 1:
-            raise ValueError(f"`context_length` is {context_length}; expected a number of positions of at least 1.")
+            raise ValueError(f"`context_length` is {context_length}; expected at least 1 position.")
         if cache_type not in CACHE_TYPES:
             raise ValueError(f"`cache_type` is {cache_type!r}; expected {' or '.join(map(repr, CACHE_TYPES))}.")
         import_llama_cpp()

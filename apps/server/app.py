@@ -214,7 +214,8 @@ class Metrics:
         self.completion_tokens = prometheus_client.Counter("completion_tokens", "Tokens of answers.", **ours)
         # Version 0.2 had one counter for both.
         old_text = (
-            "Deprecated: use prompt_tokens and completion_tokens. Tokens of prompts (read) and of answers (written)."
+            "Deprecated: use arcaligner_prompt_tokens and arcaligner_completion_tokens. Tokens of prompts (read) and "
+            "of answers (written)."
         )
         self.tokens = prometheus_client.Counter("tokens", old_text, ["kind"], **ours)
         self.slots = prometheus_client.Counter("slots", "Slots of prompts.", **ours)

@@ -238,7 +238,8 @@ class Engine:
             )
         if not 1 <= request.max_new_tokens <= self.limits.max_new_tokens:
             raise ValueError(
-                f"`max_new_tokens` is {request.max_new_tokens}; expected 1 to {self.limits.max_new_tokens}."
+                f"`max_new_tokens` is {request.max_new_tokens}; expected a number from 1 to "
+                f"{self.limits.max_new_tokens}."
             )
         self._check(request.tokens_per_slot, request.min_confidence, request.max_passages, request.copy_bonus)
         for name in ("top_k", "tokens_per_slot", "min_confidence", "max_passages"):

@@ -104,7 +104,7 @@ def check_port(host: str, port: int) -> None:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
         raise OSError(
-            f"Cannot listen on port {port} of {host} ({error}). Choose another `--port` or `--host`."
+            f"The server cannot listen on port {port} of {host} ({error}). Choose another `--port` or `--host`."
         ) from error
 
 

@@ -445,7 +445,7 @@ class VllmEngine(Engine):
         if response.status_code < 500 and response.status_code != 404:
             return ValueError(f"vLLM rejected this request: {message}")
         self._is_checked = False
-        return UnavailableError(f"vLLM failed with status {response.status_code}: {message}. Try again later.")
+        return UnavailableError(f"vLLM failed with status {response.status_code} ({message}). Try again later.")
 
     async def _check_vllm(self) -> None:
         """Check that vLLM reads this aligner's files, and answers from them as this process does. This is done once,

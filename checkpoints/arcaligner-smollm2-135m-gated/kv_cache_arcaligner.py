@@ -1211,7 +1211,7 @@ def save_keys_values(
         raise
 
 
-_REPLACED = "Delete the file, or use a `PassageCache` without `read_only=True`, which replaces it."
+_REPLACED = "A `PassageCache` replaces this file, except with `read_only=True`; then delete it yourself."
 
 
 def load_keys_values(

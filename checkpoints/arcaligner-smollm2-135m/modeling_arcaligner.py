@@ -317,8 +317,8 @@ class SlotLoraVariant(LoraVariant):
     @staticmethod
     def _refuse_merge(module, active_adapter, orig_weight):
         raise ValueError(
-            f"The LoRA adapter `{active_adapter}` cannot be merged, because it applies to context slots only, but "
-            "merged weights would also apply it to text. Leave the adapter unmerged."
+            f"The LoRA adapter `{active_adapter}` cannot be merged, because it applies to slots only, but merged "
+            "weights would also apply it to text. Leave the adapter unmerged."
         )
 
     merge_safe = merge_unsafe = unmerge = _refuse_merge
@@ -683,10 +683,10 @@ class SlotDecoderLayer(InPlaceMixin):
         cache = None if slots.rotation is None else MovedKeysValues(kwargs.get(CACHE), slots.rotation)
         if cache is not None and is_recording_outputs():
             raise ValueError(
-                "`output_attentions` is set, but attentions cannot be recorded with `passage_alignment='end'` and "
-                "passages of different lengths, because slots then have two positions: one at which other slots of "
-                "their passage attend to them, and one for the text after them. Leave out `output_attentions`, pass "
-                "only one passage, or compute the keys and values of the passages with a `PassageCache` first."
+                "`output_attentions` is set, but attentions cannot be recorded for passages of different lengths with "
+                "`passage_alignment='end'`: a slot then has one position for its passage, and another for the text "
+                "after it. Leave out `output_attentions`, pass only one passage, or cache the passages with a "
+                "`PassageCache` first."
             )
         with lora_on(self._lora_positions(slots.flat_index())):
             # The explicit form of `super` can be compiled twice in a method.

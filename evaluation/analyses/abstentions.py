@@ -53,8 +53,8 @@ def read_answers(run: Path, task: str, method: str) -> list[dict[str, Any]]:
     threshold = ArcAlignerConfig.from_pretrained(checkpoint).answerability_threshold
     if threshold is None:
         raise ValueError(
-            f"{checkpoint} has no answerability head. Fit one with `python -m arcaligner.train.confidence`, and "
-            "evaluate again."
+            f"The config.json of {checkpoint} has no `answerability_threshold`. Fit an answerability head with `python "
+            "-m arcaligner.train.confidence`, which also sets this threshold, and evaluate again."
         )
     no_answer = ArcAlignerProcessor.from_pretrained(checkpoint).no_answer
     return [

@@ -81,7 +81,7 @@ def test_rows_of_similar_length(processor):
     nearest = select_rows(rows, processor, 3)
     assert nearest == [rows[3], rows[1], rows[4]]
     assert join_rows(nearest) == {"question": "3", "passages": [passages[3], passages[1], passages[4]]}
-    with pytest.raises(ValueError, match="The data have 5 passages with a question; expected at least 6"):
+    with pytest.raises(ValueError, match="The data file has 5 different passages with a question; expected at least 6"):
         select_rows(rows, processor, 6)
 
 
@@ -128,7 +128,7 @@ def test_command_prints_json(tmp_path, checkpoint_dir, capsys):
 def test_invalid_sizes_are_refused(checkpoint_dir, processor, monkeypatch):
     """Sizes that are not numbers, or too large, are refused."""
     for sizes in ("0", "5x1", "5,"):
-        with pytest.raises(ValueError, match=f"`--sizes` is '{sizes}'; expected whole numbers from 1"):
+        with pytest.raises(ValueError, match=f"`--sizes` is '{sizes}'; expected whole numbers of at least 1"):
             parse_sizes(sizes)
     models = load_models(str(checkpoint_dir), torch.float32, "cpu")
     monkeypatch.setattr(models[1].config, "max_position_embeddings", 64)

@@ -171,6 +171,14 @@ def test_task_without_passages(settings, data, caplog):
     assert by_id["row-0"]["context_tokens"] == 1 and by_id["row-0"]["recall"] == 0.0
 
 
+def test_task_without_gold_passages(settings, data):
+    """The error for a task with passages, none of them gold, does not say that it has no passages."""
+    rows = [row | {"meta": {"gold": []}} for row in question_rows(2)]
+    write_rows(data / "musique.jsonl", rows)
+    with pytest.raises(ValueError, match=r"have no gold passages \(`meta.gold` is empty\).*--passages given"):
+        load_rows("musique", settings(["musique"], of_tasks={"passages": "gold"}))
+
+
 # Answers line by line
 
 SETTINGS = {"weights": "abc", "passages": "given", "top_k": None, "machine": "here", "checkpoint": "runs/a"}
@@ -208,7 +216,7 @@ def test_truncated_line_is_answered_again(file, kept):
         ({"weights": "other"}, {}, "`weights` was 'abc' and is now 'other'"),
         ({"top_k": 1}, {}, "`top_k` was not set and is now 1"),
         *(
-            ({}, row, "the question, answers or passages with the id row-1 have changed")
+            ({}, row, "the question, answers or passages of the row row-1 have changed")
             for row in ({"question": "Else?"}, {"answers": ["x"]}, {"passages": []})
         ),
     ],
@@ -221,7 +229,7 @@ def test_run_continues_unchanged_only(file, changed, row, message):
         assert file.open(other, rows) == [] and file.settings() == SETTINGS  # nothing was left to answer
         assert file.open(other, ROWS) == ROWS[2:] and file.settings() == other
     else:
-        with pytest.raises(ValueError, match=f"2 answers made with different settings: {message}"):
+        with pytest.raises(ValueError, match=f"2 answers made with different settings or questions: {message}"):
             file.open(other, rows)
         assert file.settings() == SETTINGS
     assert file.path.read_bytes() == before

@@ -78,7 +78,7 @@ def test_copy_has_the_same_fingerprint(checkpoint_dir, copied):
     for path in (*copied.glob("*.safetensors"), copied / "config.json", copied / "processor_config.json"):
         assert changed(path) == (True, False)
     assert changed(copied / "chat_template.jinja") == (True, True)  # the backbone gets another prompt
-    with pytest.raises(ValueError, match="has no weights"):
+    with pytest.raises(ValueError, match="is not a folder with weights"):
         fingerprint(str(copied / "nowhere"))
 
 

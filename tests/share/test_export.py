@@ -82,7 +82,7 @@ def test_export_of_the_last_stage(stages, exported):
 def test_export_keeps_edited_card(stages, exported):
     (exported / "README.md").write_text("---\nlicense: mit\n---\n# Mine\n")
     output = export_to(exported, stages).output
-    assert "README.md" in output and "Delete it" in output
+    assert "README.md" in output and "delete it" in output
     assert (exported / "README.md").read_text() == "---\nlicense: mit\n---\n# Mine\n"
 
 

@@ -1,5 +1,6 @@
 """The plan of a recipe, made without weights: parameters, memory, steps and disk, on any number of GPUs."""
 
+import dataclasses
 import shutil
 
 import pytest
@@ -166,6 +167,9 @@ def test_lines_and_a_busy_card(offline, monkeypatch):
     assert "GiB are needed. Other processes use the rest; wait until they end. To use" in lines_of(stage_plans)[-1]
     memory["total"] = 20 * GIB
     assert "are needed. To use less memory, append `-- --activation_checkpointing true`" in lines_of(stage_plans)[-1]
+    memory["total"] = memory["free"] = GIB
+    stage_plans = [dataclasses.replace(plan, activation_checkpointing=True) for plan in stage_plans]
+    assert "are needed. To use less memory, lower `per_device_train_batch_size`" in lines_of(stage_plans)[-1]
 
 
 def test_dry_run_prints_the_plan(offline, capsys, monkeypatch):

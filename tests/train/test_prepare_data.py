@@ -180,7 +180,7 @@ def test_licences_and_finished_files(copies, data, capsys, monkeypatch):
 
 def test_missing_set_and_unknown_format(copies, data, tmp_path):
     """A missing set and a row in another format are named."""
-    with pytest.raises(OSError, match=r"rajpurkar/squad cannot be reached.*--copies"):
+    with pytest.raises(OSError, match=r"rajpurkar/squad cannot be read.*--copies"):
         prepare(data, [source_of("squad")], tmp_path / "nothing")
     with pytest.raises(ValueError, match=r"rajpurkar/squad has a row in an unexpected format .*KeyError: 'paragraphs'"):
         prepare(data, [source_of("squad", to_rows=lambda row: [row["paragraphs"]])], copies)

@@ -93,8 +93,8 @@ def test_unsafe_settings_are_refused(tmp_path, setting, message):
         ({"aligner": {"encoder_hidden_size": 7}}, "`encoder_hidden_size` is in `aligner`.*belongs in `processor`"),
         ({"aligner": {"lora_rank": 1}}, "Unknown key `lora_rank` in `aligner`. Did you mean `lora_r`?"),
         ({"processor": {"spacy": 1}}, "Unknown key `spacy` in `processor`. Did you mean `spacy_model`?"),
-        ({"attn_implementation": "flash_attention_2", "continues": True}, "several questions in an example"),
-        ({"attn_implementation": "flash_attention_2", "max_questions": 2}, "several questions in an example"),
+        ({"attn_implementation": "flash_attention_2", "continues": True}, "several chat turns"),
+        ({"attn_implementation": "flash_attention_2", "max_questions": 2}, "several chat turns"),
     ],
 )
 def test_invalid_values_are_refused(changes, message):

@@ -105,7 +105,8 @@ def read_header(key: str) -> Header:
     """
     if not isinstance(key, str) or not re.fullmatch("[0-9a-f]{64}", key):
         raise ValueError(
-            f"{key!r} is not the key of a precomputed passage; expected the 64 hexadecimal digits of a SHA-256."
+            f"{key!r} is not the key of a precomputed passage; expected 64 hexadecimal digits: the name of the "
+            "passage's file, without .safetensors."
         )
     return _read_header(path_of(key), *stamp_of(key))
 
@@ -182,8 +183,8 @@ def check_slots(slots: Any) -> list[Header]:
     if not is_list or not all(type(count) is int and count >= 0 for _, count in slots):
         raise ValueError(
             f"`slots` is {reprlib.repr(slots)}; expected [[KEY, number of slots], ...]. Each KEY is the name of a file "
-            "in the folder of precomputed passages, without .safetensors. The first pair has to be that of the file "
-            "with the text that precedes the passages."
+            "in the folder of precomputed passages, without .safetensors. The first KEY must name the file of the text "
+            "before the passages."
         )
     headers = [read_header(key) for key, _ in slots]
     first = headers[0]
@@ -225,13 +226,13 @@ def check_slots(slots: Any) -> list[Header]:
     if slots[0][1] != first.num_slots:
         raise ValueError(
             f"`slots` asks for {slots[0][1]} tokens of the text before the passages; expected {first.num_slots}, the "
-            "number in its file."
+            "number in the file of this text."
         )
     if first.fingerprint.get("passage_attention") != "separate" and len(slots) > 2:
         raise ValueError(
-            f"`slots` names {len(slots) - 1} files of passages; expected one, because this aligner's passages attend "
-            "to each other, so all passages of a question are saved in one file. Pass two files: that of the text "
-            "before the passages, and that of the passages."
+            f"`slots` names {len(slots) - 1} files of passages; expected one, because passages of this aligner attend "
+            "to each other, so one file has all passages of a question. Pass two files: one of the text before the "
+            "passages, and one of the passages."
         )
     return headers
 
@@ -489,8 +490,8 @@ class SlotsConnector(KVConnectorBase_V1, SupportsHMA):
         num_before, num_slots = slots[0][1], sum(count for _, count in slots)
         if num_slots >= len(ids):
             raise ValueError(
-                f"The prompt has {len(ids)} ids; expected more than {num_slots}, the number of its slots and of the "
-                "tokens before them. Append the token ids of the question."
+                f"The prompt has {len(ids)} token ids; expected more than {num_slots}, the number of its slots and of "
+                "the tokens before them. Append the token ids of the question."
             )
         if json_digest(ids[:num_before]) != headers[0].fingerprint["prompt"]:
             raise ValueError(

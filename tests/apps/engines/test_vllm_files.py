@@ -380,7 +380,7 @@ def test_preempted_requests_are_loaded_again(connect, files):
     ("change", "engine", "message"),
     [
         ({"prompt": lambda ids: [ids[0] + 1, *ids[1:]]}, {}, "does not begin with the text"),
-        ({"prompt": lambda ids: ids[:4]}, {}, "The prompt has 4 ids"),
+        ({"prompt": lambda ids: ids[:4]}, {}, "The prompt has 4 token ids"),
         ({"cache_salt": lambda salt: None}, {}, "`cache_salt` does not match `slots`"),
         ({"cache_salt": lambda salt: salt[::-1]}, {}, "`cache_salt` does not match `slots`"),
         ({}, {"num_hidden_layers": 5}, "layers, 2, heads, head_dim"),
