@@ -50,16 +50,19 @@ README_SETS = {
 COMPARED = (
     ("the whole text, model not fine-tuned", "standard_rag"),
     ("**slots, two tokens each**", "arcaligner"),
+    ("**slots with [zoom](docs/extensions.md#zoom)**: eight tokens each, two where the answer seems to be", "zoomed"),
     ("the whole text, after fine-tuning on questions with their text", "full_text_lora"),
 )
-# Of the README's table, by compression: what the model is given, the compression, the method, and the timed arms of
-# `latency.json` and `kept.json`. Copy-biased decoding is on where it helps, which is everywhere except for whole text.
+# Of the README's table, by compression: what the model is given, the compression (`None` is as measured), the method,
+# and the timed arms of `latency.json` and `kept.json`. Copy-biased decoding is on where it helps, which is everywhere
+# except for whole text.
 README_ROWS = (
     ("whole text, not fine-tuned", "1", "standard_rag", "text", "text_same_set"),
     ("whole text, fine-tuned", "1", "full_text_lora", "text", "text_same_set"),
     ("only the first half of the text, fine-tuned", "2", "truncated_copying_x2", None, None),
     ("**slots** of one or two passages (default)", "2", "as_needed", None, "slots_x2_top_ranked"),
     ("**slots** of all passages, not weighted", "2", "arcaligner", 2, "slots_x2"),
+    ("**slots** of all passages, with [zoom](docs/extensions.md#zoom)", None, "zoomed", None, None),
     ("only the first quarter of the text, fine-tuned", "4", "truncated_copying_x4", None, None),
     ("**slots** of all passages, not weighted", "4", "arcaligner_x4", 4, "slots_x4"),
     ("only the first eighth of the text, fine-tuned", "8", "truncated_copying_x8", None, None),
@@ -71,6 +74,13 @@ README_ROWS = (
         "segment",
         "slots_xsegment",
     ),
+)
+# Of the table on zoom: what the slots are, and the method.
+ZOOM_ROWS = (
+    ("two tokens each", "arcaligner"),
+    ("**zoom**: eight tokens each, two where the answer seems to be", "zoomed"),
+    ("four tokens each", "arcaligner_x4"),
+    ("eight tokens each", "arcaligner_x8"),
 )
 ANSWERS_PER_SET = 13
 # Parts of the paper whose pages are in `docs/paper.md` as `reproduce` writes them. Others come from the results.
@@ -141,6 +151,7 @@ def publish(
         write_part(DOCS / "paper.md", f"table {number}", published_table(results, tasks))
     write_figure("backbones", *published_backbone(results, DEFAULT_BASE_MODEL.rpartition("/")[2]))
     write_figure("ratios", *published_ratios(results, COMPRESSIONS))
+    write_part(DOCS / "extensions.md", "zoom", zoom_table(results))
     write_part(ROOT / "README.md", "comparison", comparison_table(results))
     write_part(ROOT / "README.md", "results", readme_table(results, latency, cached))
 
@@ -296,6 +307,16 @@ def comparison_table(results: dict[str, Any]) -> list[str]:
     return markdown_table(["SmolLM2-135M-Instruct is given", "Positions of a passage, mean", *scores], rows)
 
 
+def zoom_table(results: dict[str, Any]) -> list[str]:
+    """F1 and the number of slots with zoom and without, on the README's sets."""
+    rows = []
+    for description, method in ZOOM_ROWS:
+        measured = [results["sets"][name]["methods"].get(method) for name in README_SETS]
+        cells = ["-" if of is None else f"{of['f1'][0]:.1f} from {of['context_tokens']:.0f}" for of in measured]
+        rows.append([description, *cells])
+    return markdown_table(["Slots", *(f"{title}: F1 from slots" for title in README_SETS.values())], rows)
+
+
 def readme_table(results: dict[str, Any], latency: dict[str, Any], cached: dict[str, Any]) -> list[str]:
     """F1 of the README's sets, times to the first token and cached bytes: a row for each of `README_ROWS`."""
     sets = {name: results["sets"][name] for name in README_SETS}
@@ -325,6 +346,11 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], cached: dict[
             again = " / ".join(f"{first_token_ms(size, cached_arm):,.0f}" for size in cached_sizes)
             stored = cached["kept_bytes"]["text_apart" if timed == "text" else cached_arm.removesuffix(TOP_RANKED)]
             memory = " / ".join(f"{k * stored / 2**20:.0f}" for k in SHORT_PASSAGES)
+        if tokens is None:
+            rates = [
+                entry["methods"][method]["compression_rate"] for entry in sets.values() if method in entry["methods"]
+            ]
+            tokens = f"{min(rates):.1f} to {max(rates):.1f}" if rates else "-"
         rows.append(
             [description, tokens, *("-" if mean is None else f"{mean:.1f}" for mean in f1(method)), new, again, memory]
         )
@@ -362,6 +388,8 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], cached: dict[
     notes = [
         "**Compression** is how many times fewer positions of the prompt the used passages take than their whole text. "
         "At 2, each slot replaces two tokens; truncated text at 2 is the first half of the whole text.",
+        "**Zoom**: the passages are read twice, first with eight tokens per slot, then with two tokens per slot where "
+        "the answer seems to be. The compression is that of the second reading, the mean of each data set.",
         "**All passages, not weighted**: the model attends to all passages of the question, and none is preferred. The "
         "command `evaluate` measures answers in this way. Pipeline and server instead "
         "[weight](docs/extensions.md#which-passages-are-used) the passages by their scores if `max_passages` is two or "

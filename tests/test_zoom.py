@@ -229,6 +229,13 @@ def test_an_aligner_without_heads_is_refused(processor):
         check_zoom(aligner_for(processor), processor_with(processor, tokens_per_slot=2), 0.5)
 
 
+def test_sliding_layers_are_refused(processor):
+    model = aligner_for(processor, "mistral", {"sliding_window": 8}, pointer_heads=HEADS)
+    inputs = chat_inputs(processor, QUESTION, DOCUMENTS)
+    with pytest.raises(ValueError, match="All pointer heads .* are in layers with a sliding window"):
+        slot_attention(model, inputs)
+
+
 def test_segments_cannot_be_finer(zooming, processor):
     with pytest.raises(ValueError, match='The processor\'s `tokens_per_slot` is "segment"; expected a number'):
         check_zoom(zooming[0], processor_with(processor, tokens_per_slot="segment"), 0.5)

@@ -87,8 +87,12 @@ def slot_attention(
     cache = DynamicCache(config=model.config.text_config)
     model.model(**inputs, **gates, **{CACHE: cache}, slot_bias=bias, pointer=pointer)
     attention, is_slot = pointer.mean(), inputs["input_ids"] == model.config.context_token_id
-    if attention is None:  # layers with a sliding window only
-        attention = is_slot.float()
+    if attention is None:
+        raise ValueError(
+            f"All pointer heads ({model.config.pointer_heads}) are in layers with a sliding window, which do not "
+            "attend to the whole prompt. Find others with `python -m arcaligner.train.pointer --save`, or leave out "
+            "`zoom`."
+        )
     return attention_to_slots(attention, is_slot)
 
 
