@@ -113,6 +113,8 @@ def test_missing_requirements_are_named(checkpoint_dir, monkeypatch):
         METHODS["one_passage"].load(Checkpoints(str(checkpoint_dir)))
     with pytest.raises(MissingMethodError, match="confidence"):
         METHODS["as_needed"].load(Checkpoints(str(checkpoint_dir)))
+    with pytest.raises(MissingMethodError, match="train.pointer --save"):
+        METHODS["zoomed"].load(Checkpoints(str(checkpoint_dir)))
     monkeypatch.setitem(sys.modules, "llmlingua", None)
     with pytest.raises(MissingMethodError, match="pip install llmlingua==0.2.2"):
         llmlingua_compressor(None, None)

@@ -17,12 +17,14 @@ from arcaligner.evaluation.publish import (
     with_published,
     write_part,
     write_reproduced,
+    zoom_table,
 )
 from arcaligner.evaluation.runs import FLOOR
 
 ROOT = Path(__file__).parents[2]
 PARTS = {
     "README.md": ["comparison", "results"],
+    "docs/extensions.md": ["zoom"],
     "docs/results.md": ["results"],
     "docs/speed.md": ["first token", "known passages"],
     "docs/paper.md": ["table 1", "table 2", "backbones", "ratios"],
@@ -211,3 +213,12 @@ def test_f1_and_time_share_compression():
     assert [tokens_per_slot for *_, tokens_per_slot in speed_curves(report, sets)["slots, cached"]] == [4]
     with pytest.raises(ValueError, match="has no measurement of 20 passages with `tokens_per_slot` 16"):
         find_size(report, 20, 16)
+
+
+def test_zoom_table_shows_what_was_measured():
+    """F1, and the number of slots that it is from; a dash where a method was not asked."""
+    measured = {"zoomed": {"f1": [64.14, 60, 68], "context_tokens": 28.6}}
+    sets = {name: {"methods": measured if name == "SQuAD" else {}} for name in publish.README_SETS}
+    lines = zoom_table({"sets": sets})
+    assert lines[0].startswith("| Slots | SQuAD: F1 from slots | Natural Questions: F1 from slots |")
+    assert lines[3].endswith("| 64.1 from 29 | - | - | - |") and lines[2].endswith("| - | - | - | - |")

@@ -101,6 +101,14 @@ def test_answer_options_reach_pipeline(answer, monkeypatch, document, tokens_per
         assert code == 2 and name in err and len(calls) == 1
 
 
+def test_zoom_reaches_pipeline(answer, monkeypatch, document):
+    calls = []
+    record = {"generated_text": "Ada", "segments": [], "statistics": {"tokens": 4, "slots": 2, "compression_rate": 2.0}}
+    monkeypatch.setattr(ArcAlignerPipeline, "__call__", lambda *args, **kwargs: calls.append(kwargs) or [record])
+    assert answer(document, options=["--zoom", 0.7])[0] == 0
+    assert calls == [{"return_slots": True, "max_new_tokens": 256, "zoom": 0.7}]
+
+
 def test_question_is_given_once(run_cli, document):
     """A missing question is refused, and so are two questions, one as an argument and one as an option."""
     for arguments, got in (((), "no question"), (("Who?", "--question", "Who?"), "two questions")):
