@@ -62,7 +62,7 @@ def compression_curves(entry: dict[str, Any]) -> dict[str, list[tuple[float, lis
     curves: dict[str, list[tuple[float, list[float]]]] = {}
     for name in method_titles({"": entry}):
         numbers, (method, tokens_per_slot) = entry["methods"][name], split_name(name)
-        if tokens_per_slot is not None or method.name == MAIN:
+        if tokens_per_slot is not None or method.name in (MAIN, "zoomed"):
             curves.setdefault(method.title, []).append((numbers["compression_rate"], numbers["f1"]))
     return {title: sorted(points) for title, points in curves.items() if len(points) > 1}
 
