@@ -266,8 +266,8 @@ class ArcAlignerConfig(PreTrainedConfig):
             answerability, and an offset. Default: the likelihood is not reported.
         pointer_heads (`list[list[int]]`, *optional*):
             Beyond the paper: attention heads that attend to the slots which an answer comes from, each the number of
-            its layer and its own, found by `train/pointer.py`. With them, a copied answer is more likely to begin in
-            these slots. Default: all words of the passages are equal.
+            its layer and its own, found by `train/pointer.py`. `zoom` needs them and, with a `pointer_weight` above 0,
+            a copied answer is more likely to begin in these slots. Default: none, so `zoom` is an error.
         pointer_weight (`float`, defaults to 0):
             Weight of the logarithm of that attention in the scores of the answer's first token; 0 switches it off.
         training_stage (`"reconstruction"`, `"grounding"` or `"gating"`, *optional*):

@@ -7,16 +7,21 @@ All arms (`arms.py`) get the same question with the same passages, in one proces
 another arm. The first call of an arm is a warm-up. Then rounds are timed until `--seconds` have passed, at least
 `MIN_ROUNDS` and at most `MAX_ROUNDS`. Tokenizing, segmenting and encoding happen before; segmenting and encoding are
 timed separately.
+
+With an aligner that has pointer heads there is one more arm, *zoomed*, for each number of tokens per slot above the
+checkpoint's: the prompt is read, and then read again with finer slots. It includes the encoding of the finer slots.
 """
 
 import itertools
 import json
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 import typer
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from ..common.files import DEFAULT_CHECKPOINT, SQUAD_SAMPLE, counted, describe_machine, run_command, write_atomically
 from ..common.rows import Row, read_rows
@@ -27,6 +32,8 @@ from ..kv_cache_arcaligner import cache_of
 from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import tokenize_segments
+from ..train.prompts import slot_inputs, zoomed_inputs
+from ..zoom_arcaligner import ZOOM, is_coarser
 from .arms import (
     MIN_ROUNDS,
     both_prompts,
@@ -35,6 +42,7 @@ from .arms import (
     join_rows,
     load_models,
     make_arms,
+    prefill,
     quartiles,
     select_rows,
     time_rounds,
@@ -57,6 +65,9 @@ def measure_size(
     num_tokens = text.full["input_ids"].shape[1]
     check_length(num_tokens, f"The text of {k} passages", base.config)
     arms = make_arms(aligner, base, text, slots)
+    if aligner.config.pointer_heads and is_coarser(tokens_per_slot, processor.tokens_per_slot):
+        inputs = slot_inputs(processor, [row], tokens_per_slot=tokens_per_slot).to(aligner.device)
+        arms["zoomed"] = partial(read_zoomed, aligner, processor, row, inputs, tokens_per_slot)
 
     def segment() -> list:
         return processor.slot_encoder.segment_documents(row["passages"])
@@ -75,6 +86,14 @@ def measure_size(
         "encoder": {name: quartiles([seconds[name] for seconds in rounds]) for name in encoder},
         "arms": {name: first_tokens(rounds, name, "standard_rag") | {"cache_bytes": num_bytes[name]} for name in arms},
     }
+
+
+def read_zoomed(
+    aligner: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, row: Row, inputs: dict, tokens_per_slot: int | str
+) -> ModelOutput:
+    """Read the prompt `inputs`, encode finer slots for the places that it attends to, and prefill these slots."""
+    zoomed = zoomed_inputs(aligner, processor, [row], inputs, tokens_per_slot, ZOOM)
+    return prefill(aligner, {**zoomed, "gate_mode": "off"})
 
 
 def parse_sizes(text: str, option: str = "--sizes") -> list[int]:

@@ -22,7 +22,7 @@ from ..answering_arcaligner import MAX_NEW_TOKENS, Answerer, greedy_answers
 from ..attention_arcaligner import CACHE, check_can_separate, passage_positions, separate_passages
 from ..common.files import counted, progress_lines
 from ..common.rows import Row
-from ..configuration_arcaligner import check_length
+from ..configuration_arcaligner import REFINEMENT_SETTINGS, check_length
 from ..kv_cache_arcaligner import cache_of
 from ..loading_arcaligner import default_dtype, resolve_model
 from ..modeling_arcaligner import ADAPTER_NAME, ArcAlignerForCausalLM, slot_lora_layers
@@ -135,7 +135,8 @@ def answer_slots(
         pointer_rate = tokens_per_slot or processor.tokens_per_slot
         if zoom is not None:
             prior = {"passage_prior": inputs.pop("passage_prior")} if "passage_prior" in inputs else {}
-            inputs = zoomed_inputs(model, processor, used, inputs, tokens_per_slot, zoom, **prior, **refinement) | prior
+            gates = {name: refinement[name] for name in REFINEMENT_SETTINGS if name in refinement}
+            inputs = zoomed_inputs(model, processor, used, inputs, tokens_per_slot, zoom, **prior, **gates) | prior
             pointer_rate = None  # only for slots of one size
         num_slots = (inputs["input_ids"] == model.config.context_token_id).sum(dim=1).tolist()
         sources = {"questions": [row["question"] for row in used], "passages": [row["passages"] for row in used]}

@@ -21,12 +21,14 @@ from ..common.files import DEFAULT_CHECKPOINT, ROOT, markdown_table, printable, 
 from ..configuration_arcaligner import DEFAULT_BASE_MODEL, ArcAlignerConfig
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..share.hub import RESULTS_FILE, with_enough_questions, write_model_card
+from ..zoom_arcaligner import COARSER
 from .analyses.figures import draw_compressions, draw_speed, save_figure
 from .analyses.speed import (
     CACHED_REPORT,
     LATENCY_REPORT,
     SHORT_PASSAGES,
     TOP_RANKED,
+    ZOOMED,
     cached_passages_table,
     find_size,
     first_token_ms,
@@ -62,7 +64,7 @@ README_ROWS = (
     ("only the first half of the text, fine-tuned", "2", "truncated_copying_x2", None, None),
     ("**slots** of one or two passages (default)", "2", "as_needed", None, "slots_x2_top_ranked"),
     ("**slots** of all passages, not weighted", "2", "arcaligner", 2, "slots_x2"),
-    ("**slots** of all passages, with [zoom](docs/extensions.md#zoom)", None, "zoomed", None, None),
+    ("**slots** of all passages, with [zoom](docs/extensions.md#zoom)", None, "zoomed", "zoomed", None),
     ("only the first quarter of the text, fine-tuned", "4", "truncated_copying_x4", None, None),
     ("**slots** of all passages, not weighted", "4", "arcaligner_x4", 4, "slots_x4"),
     ("only the first eighth of the text, fine-tuned", "8", "truncated_copying_x8", None, None),
@@ -79,8 +81,11 @@ README_ROWS = (
 ZOOM_ROWS = (
     ("two tokens each", "arcaligner"),
     ("**zoom**: eight tokens each, two where the answer seems to be", "zoomed"),
+    ("**zoom**: sixteen tokens each, two where the answer seems to be", "zoomed_x16"),
+    ("**zoom**: a sentence each, two tokens where the answer seems to be", "zoomed_xsegment"),
     ("four tokens each", "arcaligner_x4"),
     ("eight tokens each", "arcaligner_x8"),
+    ("a sentence each", "arcaligner_xsegment"),
 )
 ANSWERS_PER_SET = 13
 # Parts of the paper whose pages are in `docs/paper.md` as `reproduce` writes them. Others come from the results.
@@ -340,7 +345,9 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], cached: dict[
     for description, tokens, method, timed, cached_arm in README_ROWS:
         new, again, memory = "-", "-", "-"
         if timed is not None:
-            compression, arm = (default_compression, "standard_rag") if timed == "text" else (timed, "off")
+            zoomed = COARSER * default_compression, ZOOMED
+            special = {"text": (default_compression, "standard_rag"), "zoomed": zoomed}
+            compression, arm = special.get(timed, (timed, "off"))
             new = " / ".join(f"{first_token_ms(find_size(latency, k, compression), arm):,.0f}" for k in SHORT_PASSAGES)
         if cached_arm is not None:
             again = " / ".join(f"{first_token_ms(size, cached_arm):,.0f}" for size in cached_sizes)

@@ -3,10 +3,9 @@
     python -m arcaligner.train.pointer --recipe train/recipes/smollm2_135m/2_grounding.yaml --aligner FOLDER
 
 A copied answer may begin at any word of the passages. Some attention heads of the base model attend to the slots with
-the answer already before its first token is generated. With `pointer_heads`, the words of these slots have an advantage
-as the first word: the logarithm of the attention, times `pointer_weight`.
-
-With `zoom`, the slots with most of this attention are replaced with finer ones (`zoom_arcaligner.py`).
+the answer already before its first token is generated. With a `pointer_weight` above 0, the words of these slots have
+an advantage as the first word: the logarithm of the attention, times the weight. With `zoom`, the slots with most of
+this attention are replaced with finer ones (`zoom_arcaligner.py`).
 
 1. *Which heads*: For the questions of half of the held-out articles, and for each head, how often the slot with the
    most attention from the prompt's last token is one with the answer. The best 16 heads of the model are used.
@@ -39,6 +38,7 @@ from ..modeling_arcaligner import ArcAlignerForCausalLM
 from ..pointer_arcaligner import PointerAttention
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..segmentation_arcaligner import Segment
+from ..zoom_arcaligner import is_coarser
 from .distractors import needed_and_others
 from .num_passages import FITTED, MEASURED, half_of
 from .prompts import slot_inputs, zoomed_inputs
@@ -176,7 +176,12 @@ def main(
             "questions whose answers are copied from their passages. Use more questions (`--number`) or another recipe."
         )
     shares = torch.stack([hits / count for hits, count in results]).mean(dim=0)  # (num_layers, num_heads)
-    order = shares.flatten().argsort(descending=True, stable=True)[:NUM_HEADS].tolist()
+    if not shares.any():
+        raise ValueError(
+            f"No attention head of {aligner} finds a slot with an answer; expected a base model with layers that "
+            "attend to the whole prompt, without a sliding window. Use it without `zoom` and pointer heads."
+        )
+    order = shares.flatten().argsort(descending=True, stable=True)[: min(NUM_HEADS, int((shares > 0).sum()))].tolist()
     model.config.pointer_heads = sorted([index // shares.shape[1], index % shares.shape[1]] for index in order)
     typer.echo(f"Pointer heads (layer, head): {model.config.pointer_heads}")
     found = [float(shares[layer, head]) for layer, head in model.config.pointer_heads]
@@ -193,8 +198,7 @@ def main(
     typer.echo("\n".join(markdown_table(columns, cells)))
     typer.echo("")
     cells = [[f"{share:g}"] for share in (0, *ZOOMS)]
-    fine = processor.tokens_per_slot
-    zoomed = [rate for rate in compressions if fine != "segment" and (rate == "segment" or rate > fine)]
+    zoomed = [rate for rate in compressions if is_coarser(rate, processor.tokens_per_slot)]
     for rate in zoomed:
         scores, counts = f1_by_zoom(model, processor, halves[MEASURED], rate)
         for cell, of, slots in zip(cells, scores, counts, strict=True):

@@ -10,7 +10,7 @@ import functools
 import importlib
 import json
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
@@ -885,6 +885,8 @@ class SlotEncoder:
         embeds: torch.FloatTensor,
         is_zoomed: torch.BoolTensor,
         tokens_per_slot: int | str,
+        slot_limit: int | None = None,
+        per_passage: bool = False,
     ) -> EncodedDocuments:
         """Replace slots of the passages of one question with finer ones, of about `self.tokens_per_slot` tokens.
 
@@ -893,30 +895,50 @@ class SlotEncoder:
             embeds (`torch.FloatTensor` of shape `(num_slots, encoder_hidden_size)`): All their slots.
             is_zoomed (`torch.BoolTensor` of shape `(num_slots,)`): Which of these slots are replaced.
             tokens_per_slot (`int` or `"segment"`): Of these slots.
+            slot_limit (`int`, *optional*): The maximum number of slots or, with `per_passage`, of those of a passage.
+
+        Raises:
+            `ValueError`: slots that are not those of the passages, or too many finer ones.
         """
-        tokens = tokenize_segments(self.tokenizer, self.segment_documents(documents), documents)
-        counts = [len(segment.token_spans(tokens_per_slot)) for segment in tokens]
+        segments = self.segment_documents(documents)
+        tokens = tokenize_segments(self.tokenizer, segments, documents) or [EMPTY_SEGMENT]
+        coarse = [segment.token_spans(tokens_per_slot) for segment in tokens]
+        counts = [len(spans) for spans in coarse]
+        if sum(counts) != len(embeds):
+            raise ValueError(
+                f"The question has {len(embeds)} slots, but with `tokens_per_slot` {tokens_per_slot} its passages have "
+                f"{sum(counts)}. Pass the `tokens_per_slot` and the passages that the slots were made with."
+            )
         masks = is_zoomed.split(counts)  # each (slots of the segment,)
         spans = [
-            zoomed_spans(segment.token_spans(tokens_per_slot), mask.tolist(), self.tokens_per_slot)
-            for segment, mask in zip(tokens, masks, strict=True)
+            zoomed_spans(of_segment, mask.tolist(), self.tokens_per_slot)
+            for of_segment, mask in zip(coarse, masks, strict=True)
         ]
+        parts = [part for segment, cut in zip(tokens, spans, strict=True) for part in segment.slot_segments(cut)]
+        sizes = Counter(part.document for part in parts) if per_passage else {0: len(parts)}
+        if slot_limit is not None and (needed := max(sizes.values())) > slot_limit:
+            of_passage = " of each passage" if per_passage else ""
+            raise ValueError(
+                f"With zoom the passages need {needed} slots, but the prompt has space for only {slot_limit}"
+                f"{of_passage}. Use a smaller `zoom`, a larger `tokens_per_slot`, or fewer or shorter passages."
+            )
         rows = [*embeds.split(counts)]
-        changed = [index for index, mask in enumerate(masks) if mask.any()]
+        changed = [index for index, (old, new) in enumerate(zip(coarse, spans, strict=True)) if old != new]
         if changed:
             ends = [tokens[index].span_ends(spans[index]) for index in changed]
             encoded = self._encode_spans([tokens[index] for index in changed], ends).to(embeds.device)
-            for index, row in zip(changed, encoded.split([len(spans[index]) for index in changed]), strict=True):
-                rows[index] = row
-        slot_segments = [
-            part for segment, cut in zip(tokens, spans, strict=True) for part in segment.slot_segments(cut)
-        ]
+            for index, finer in zip(changed, encoded.split([len(spans[index]) for index in changed]), strict=True):
+                unchanged = dict(zip(coarse[index], rows[index], strict=True))
+                rows[index] = torch.stack(
+                    [unchanged.get(span, embed) for span, embed in zip(spans[index], finer, strict=True)]
+                )
         words = None
         if self.context_words:
             word_ids = [segment.word_ids[a:b] for segment, cut in zip(tokens, spans, strict=True) for a, b in cut]
             words = _pad_word_ids(word_ids, embeds.device)
-        numbers = torch.tensor([segment.document for segment in slot_segments], device=embeds.device)
-        return EncodedDocuments(in_original_text(slot_segments, documents), torch.cat(rows), words, numbers, [])
+        numbers = torch.tensor([part.document for part in parts], device=embeds.device)
+        parts = in_original_text(parts, documents) if segments else []
+        return EncodedDocuments(parts, torch.cat(rows), words, numbers, [])
 
     def statistics(
         self, documents: Sequence[str | dict], encoded: EncodedDocuments, has_budget: bool

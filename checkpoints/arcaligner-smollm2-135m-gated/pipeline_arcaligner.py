@@ -54,7 +54,8 @@ class Row:
     question: str | list[dict] = ""
     passages: list = field(default_factory=list)  # those that are used, if their texts are known
     copied: list = field(default_factory=list)  # the passages that the answer may copy
-    tokens_per_slot: int | str | None = None  # of the slots; `None` if their texts are not known
+    # Of the slots; `None` if their texts are not known, or if they have different numbers of tokens.
+    tokens_per_slot: int | str | None = None
     trace: dict[str, Any] | None = None  # with `return_slots`: `segments` and `statistics`
     # If passages were scored, the question with the used ones, which are cached. Then ids and `slots` of this row are
     # not known until a batch is made.
@@ -188,10 +189,6 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         zoom: float | None = None,
         **kwargs,
     ):
-        if zoom is not None:
-            kwargs["tokens_per_slot"] = check_zoom(
-                self.model, self.processor, zoom, kwargs.get("tokens_per_slot"), kwargs.get("max_slots")
-            )
         slots = {name: kwargs.pop(name, None) for name in _SLOT_OPTIONS} | {"return_slots": return_slots}
         preprocess, forward, postprocess = super()._sanitize_parameters(**kwargs)
         preprocess |= {name: value for name, value in slots.items() if value is not None}
@@ -223,6 +220,9 @@ class ArcAlignerPipeline(TextGenerationPipeline):
         """`input_ids`, `attention_mask` (1, seq_len) and, in `row`, the data that is not padded."""
         slots = {name: kwargs.pop(name) for name in _SLOT_OPTIONS if name in kwargs}
         gates = {name: kwargs.pop(name) for name in REFINEMENT_SETTINGS if name in kwargs}
+        if zoom is not None:
+            sizes = slots.get("tokens_per_slot"), slots.get("max_slots")
+            slots["tokens_per_slot"] = check_zoom(self.model, self.processor, zoom, *sizes)
         prompt, documents, is_question = _parse_input(prompt_text, documents)
         chat = Chat([{"role": "user", "content": prompt}]) if is_question else prompt
         answerer = self.answerer
@@ -248,7 +248,9 @@ class ArcAlignerPipeline(TextGenerationPipeline):
                 "question": messages,
                 "passages": passages if slots.get("max_slots") is None else [],  # else some texts may have no slots
                 "copied": [] if template["continue_final_message"] else passages,  # else an answer has begun
-                "tokens_per_slot": slots.get("tokens_per_slot") or self.processor.tokens_per_slot,
+                "tokens_per_slot": None
+                if zoom is not None
+                else slots.get("tokens_per_slot") or self.processor.tokens_per_slot,
             }
             if scored is None:
                 slots |= {"documents": None if documents is None else passages, "return_segments": return_slots}
@@ -257,7 +259,6 @@ class ArcAlignerPipeline(TextGenerationPipeline):
                 if zoom is not None and passages:
                     priors = None if prior is None else [prior[number] for number in numbers]
                     encoded = self._zoom(encode, encoded, slots, passages, zoom, priors, gates)
-                    texts["tokens_per_slot"] = None
             else:
                 encoded = {"input_ids": _UNKNOWN_IDS, "attention_mask": torch.ones_like(_UNKNOWN_IDS)}
                 encoded |= self._trace_scored(passages, slots) if return_slots else {}

@@ -16,9 +16,19 @@ from .attention_arcaligner import CACHE
 from .configuration_arcaligner import is_number
 from .encoder_arcaligner import EncodedDocuments, PrecomputedSlots
 from .pointer_arcaligner import PointerAttention, attention_to_slots
+from .segmentation_arcaligner import check_tokens_per_slot
 
 COARSER = 4  # times more tokens per slot for the first reading, by default
 ZOOM = 0.7  # the share of the attention with which published numbers were measured
+
+
+def is_coarser(tokens_per_slot: int | str, other: int | str) -> bool:
+    """Whether slots of `tokens_per_slot` tokens are larger than those of `other` tokens.
+
+    >>> is_coarser("segment", 2), is_coarser(8, 2), is_coarser(2, 2), is_coarser(2, "segment")
+    (True, True, False, False)
+    """
+    return other != "segment" and (tokens_per_slot == "segment" or tokens_per_slot > other)
 
 
 def check_zoom(
@@ -42,6 +52,8 @@ def check_zoom(
         )
     if max_slots is not None:
         raise ValueError(f"`zoom` cannot be combined with `max_slots` ({max_slots}). Leave one of the two out.")
+    if tokens_per_slot is not None:
+        check_tokens_per_slot(tokens_per_slot)
     finer = processor.tokens_per_slot
     if finer == "segment":
         raise ValueError(
@@ -49,7 +61,7 @@ def check_zoom(
             "finer slots. Use an aligner that was trained with fewer tokens per slot, or leave out `zoom`."
         )
     coarser = COARSER * finer if tokens_per_slot is None else tokens_per_slot
-    if coarser != "segment" and coarser <= finer:
+    if not is_coarser(coarser, finer):
         raise ValueError(
             f"`zoom` replaces slots of {coarser} tokens with slots of {finer}, the `tokens_per_slot` of the processor; "
             f'expected a `tokens_per_slot` above {finer}, or "segment". Set it to {COARSER * finer}, or leave it out.'
@@ -66,7 +78,7 @@ def attended_slots(attention: torch.Tensor, share: float) -> torch.BoolTensor:
     sorted_attention, order = attention.cpu().double().sort(descending=True, stable=True)
     before = sorted_attention.cumsum(0) - sorted_attention  # the attention to slots with more of it
     is_attended = torch.zeros(len(order), dtype=torch.bool, device="cpu")
-    is_attended[order] = before < share * sorted_attention.sum()
+    is_attended[order] = before < float(share) * sorted_attention.sum()
     return is_attended
 
 
@@ -85,7 +97,7 @@ def slot_attention(
     pointer = PointerAttention(model.config.pointer_heads)
     bias = model.slot_bias(inputs["input_ids"], inputs.get("context_passage_ids"), passage_prior)
     cache = DynamicCache(config=model.config.text_config)
-    model.model(**inputs, **gates, **{CACHE: cache}, slot_bias=bias, pointer=pointer)
+    model(**inputs, **gates, **{CACHE: cache}, slot_bias=bias, pointer=pointer, logits_to_keep=1)
     attention, is_slot = pointer.mean(), inputs["input_ids"] == model.config.context_token_id
     if attention is None:
         raise ValueError(
@@ -120,16 +132,21 @@ def zoom_in(
 
     Returns:
         For each prompt its slots, the unchanged and the finer ones in the order of the text.
+
+    Raises:
+        `ValueError`: settings that are invalid, slots that are not those of the passages, a prompt that becomes too
+            long.
     """
-    attention, encoder = slot_attention(model, inputs, **settings), processor.slot_encoder
-    rows = []
+    tokens_per_slot = check_zoom(model, processor, zoom, tokens_per_slot)
+    attention = slot_attention(model, inputs, **settings)
+    num_positions = inputs["attention_mask"].sum(dim=1).tolist()
+    is_separate, rows = processor.passage_attention == "separate", []
     for number, (documents, row) in enumerate(zip(passages, attention, strict=True)):
-        slots = [inputs[name][number, : len(row)] if name in inputs else None for name in PrecomputedSlots._fields]
-        slots = [values if values is None else values.cpu() for values in slots]
-        if encoder.segment_documents(documents):
-            rows.append(encoder.zoom(documents, slots[0], attended_slots(row, zoom), tokens_per_slot))
-        else:  # one slot, for "no passages"
-            rows.append(EncodedDocuments([], *slots, []))
+        limit = processor.max_prompt_length
+        limit = None if limit is None else limit - (num_positions[number] - len(row))
+        embeds = inputs["context_embeds"][number, : len(row)].cpu()
+        marked = attended_slots(row, zoom)
+        rows.append(processor.slot_encoder.zoom(documents, embeds, marked, tokens_per_slot, limit, is_separate))
     return rows
 
 

@@ -18,9 +18,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
 from ...common.files import write_atomically
+from ...zoom_arcaligner import COARSER
 from ..methods import split_name
 from ..results import MAIN, method_titles
-from .speed import find_size, first_token_ms
+from .speed import ZOOMED, find_size, first_token_ms
 
 # Also distinguishable with color blindness (Okabe and Ito).
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
@@ -62,7 +63,7 @@ def compression_curves(entry: dict[str, Any]) -> dict[str, list[tuple[float, lis
     curves: dict[str, list[tuple[float, list[float]]]] = {}
     for name in method_titles({"": entry}):
         numbers, (method, tokens_per_slot) = entry["methods"][name], split_name(name)
-        if tokens_per_slot is not None or method.name in (MAIN, "zoomed"):
+        if tokens_per_slot is not None or method.name in (MAIN, ZOOMED):
             curves.setdefault(method.title, []).append((numbers["compression_rate"], numbers["f1"]))
     return {title: sorted(points) for title, points in curves.items() if len(points) > 1}
 
@@ -149,6 +150,9 @@ def speed_curves(report: dict[str, Any], sets: dict[str, Any]) -> dict[str, list
         method = MAIN if tokens_per_slot == default else f"{MAIN}_x{tokens_per_slot}"
         add("slots, encoded beforehand", "off", size, method, tokens_per_slot)
         add("slots, cached", "slots_cached", size, method, tokens_per_slot)
+        if ZOOMED in size["arms"]:
+            of_zoom = ZOOMED if tokens_per_slot == COARSER * default else f"{ZOOMED}_x{tokens_per_slot}"
+            add("slots with zoom", ZOOMED, size, of_zoom, tokens_per_slot)
     size = find_size(report, PASSAGES, default)
     add("text, fine-tuned", "standard_rag", size, "full_text_lora", "text")
     add("text, fine-tuned, cached", "standard_rag_cached", size, "full_text_lora", "text")

@@ -12,6 +12,7 @@ ARM_TITLES = {
     "off": "Slots, encoded beforehand, ms",
     "slots_cached": "**Slots, cached, ms**",
 }
+ZOOMED = "zoomed"  # a further arm, with more tokens per slot than the checkpoint's own
 LATENCY_REPORT, CACHED_REPORT = "latency.json", "kept.json"  # of the benchmarks
 SHORT_PASSAGES = 5, 20  # of the README's table
 
@@ -29,10 +30,15 @@ def first_token_table(report: dict[str, Any]) -> list[str]:
             cells.append(f"{1000 * first:.0f}" + ("" if name == "standard_rag" else times))
             if name == "off":
                 cells.append(f"{1000 * (first + encoder):.0f} (x{text / (first + encoder):.1f})")
+                zoomed = arms.get(ZOOMED)
+                cells.append(
+                    f"{first_token_ms(size, ZOOMED):.0f} (x{zoomed['speed_up']['median']:.1f})" if zoomed else "-"
+                )
         compression = "a segment" if size["tokens_per_slot"] == "segment" else size["tokens_per_slot"]
         rows.append([size["k"], f"{size['text_tokens']:.0f}", compression, f"{size['slots']:.0f}", *cells])
     titles = list(ARM_TITLES.values())
-    titles.insert(list(ARM_TITLES).index("off") + 1, "Slots, encoding included, ms")
+    after = list(ARM_TITLES).index("off") + 1
+    titles[after:after] = "Slots, encoding included, ms", "Slots with zoom, the first ones encoded beforehand, ms"
     lines = markdown_table(["Passages", "Tokens of the prompt as text", "Tokens per slot", "Slots", *titles], rows)
     note = (
         "In brackets: how many times faster than text. Each time is the median of several rounds. Each ratio is the "

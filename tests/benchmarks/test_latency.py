@@ -25,11 +25,12 @@ from arcaligner.benchmarks.arms import (
     share,
     time_rounds,
 )
-from arcaligner.benchmarks.latency import main, measure_size, parse_sizes
+from arcaligner.benchmarks.latency import main, measure_size, parse_sizes, read_zoomed
 from arcaligner.evaluation.analyses import speed
 from arcaligner.evaluation.answering import slot_inputs, text_inputs
 from arcaligner.kv_cache_arcaligner import cache_of
-from arcaligner.train.prompts import full_text
+from arcaligner.train.prompts import full_text, zoomed_inputs
+from arcaligner.zoom_arcaligner import ZOOM
 
 
 @pytest.fixture(params=[("joint", "start"), ("separate", "start"), ("separate", "end")], ids="-".join)
@@ -123,6 +124,21 @@ def test_command_prints_json(tmp_path, checkpoint_dir, capsys):
             length = size["text_tokens" if name.startswith("standard") else "slots"]
             # layers, keys and values, heads, head_dim, float32; and up to 100 positions of the question
             assert 0 <= arm["cache_bytes"] - 3 * 2 * 2 * 8 * 4 * length < 3 * 2 * 2 * 8 * 4 * 100
+
+
+def test_zoom_is_timed_above_the_own_compression(checkpoint_dir, processor):
+    """The arm reads the finer slots that the first reading selects."""
+    models = load_models(str(checkpoint_dir), torch.float32, "cpu", pointer_heads=[[0, 1], [2, 0]])
+    own = processor_with(processor, tokens_per_slot=2)
+    rows = question_rows(4)
+    arms_of = {rate: measure_size(models, own, rows, 2, rate, seconds=0.0)["arms"] for rate in (2, 4)}
+    assert "zoomed" not in arms_of[2] and arms_of[4]["off"]["cache_bytes"] < arms_of[4]["zoomed"]["cache_bytes"]
+    row = join_rows(select_rows(rows, own, 2))
+    inputs = slot_inputs(own, [row], tokens_per_slot=4)
+    finer = zoomed_inputs(models[0], own, [row], inputs, 4, ZOOM)
+    with torch.no_grad():
+        found, expected = read_zoomed(models[0], own, row, inputs, 4), models[0](**finer, gate_mode="off")
+    torch.testing.assert_close(found.logits, expected.logits[:, -1:], rtol=0, atol=1e-5)
 
 
 def test_invalid_sizes_are_refused(checkpoint_dir, processor, monkeypatch):

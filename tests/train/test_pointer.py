@@ -169,3 +169,23 @@ def test_unsuitable_questions_are_refused(recipe_file, checkpoint_dir, monkeypat
     monkeypatch.setattr(pointer, "count_hits", lambda *arguments: (torch.zeros(2, 4), 0))
     with pytest.raises(ValueError, match="None of .* has an answer in one of several slots; expected"):
         main(recipe_file, checkpoint_dir, number=40, rates="2")
+
+
+def test_heads_that_find_nothing_are_refused(recipe_file, checkpoint_dir, monkeypatch):
+    """For example those of a base model in which all layers have a sliding window."""
+    monkeypatch.setattr(pointer, "count_hits", lambda *arguments: (torch.zeros(2, 4), 7))
+    with pytest.raises(ValueError, match="No attention head .* finds a slot with an answer; expected a base model"):
+        main(recipe_file, checkpoint_dir, number=40, rates="2")
+
+
+def test_heads_without_a_hit_are_left_out(recipe_file, checkpoint_dir, tmp_path, monkeypatch):
+    folder = shutil.copytree(checkpoint_dir, tmp_path / "aligner")
+    edit_json(folder / "config.json", digests=None)
+    hits = torch.zeros(3, 4)
+    hits[1, 2], hits[2, 0] = 3, 5
+    monkeypatch.setattr(pointer, "count_hits", lambda *arguments: (hits, 7))
+    monkeypatch.setattr(
+        pointer, "f1_by_weight", lambda model, processor, rows, rate: np.zeros((len(WEIGHTS), len(rows)))
+    )
+    main(recipe_file, folder, number=40, rates="2", save=True)
+    assert json.loads((folder / "config.json").read_text())["pointer_heads"] == [[1, 2], [2, 0]]
