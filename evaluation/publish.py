@@ -396,12 +396,13 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], cached: dict[
         "**Compression** is how many times fewer positions of the prompt the used passages take than their whole text. "
         "At 2, each slot replaces two tokens; truncated text at 2 is the first half of the whole text.",
         "**Zoom**: the passages are read twice, first with eight tokens per slot, then with two tokens per slot where "
-        "the answer seems to be. The compression is that of the second reading, the mean of each data set.",
+        "the answer seems to be. The compression is that of the second reading, the mean of each data set. The time "
+        "includes both readings, and the sentence encoder for the finer slots.",
         "**All passages, not weighted**: the model attends to all passages of the question, and none is preferred. The "
         "command `evaluate` measures answers in this way. Pipeline and server instead "
         "[weight](docs/extensions.md#which-passages-are-used) the passages by their scores if `max_passages` is two or "
         "more.",
-        "**F1** is the [word overlap](docs/glossary.md#measurements) of the answer and the answer in the data set, in "
+        "**F1** is the [word overlap](docs/glossary.md#measurements) of the model's answer with the gold answer, in "
         f"percent; higher is better. It was measured on {counts} questions of each set{fewer_questions(sets)}.",
         "**Fine-tuned**: the base model has a LoRA that was trained on 4,000 questions with the whole text of their "
         "passages. We call this model the *fine-tuned reader*. Its times were not measured; the table shows the times "

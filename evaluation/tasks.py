@@ -111,8 +111,8 @@ def wrong_passages(rows: list[Row], title: str) -> list[Row]:
         wrong = (other["passages"] for other in others if other["passages"] and _is_wrong(row, texts, other))
         if (passages := next(wrong, None)) is None:
             raise ValueError(
-                f"The floor of {title} cannot be measured, because it needs passages of another question without an "
-                f"answer to {row['question']!r}, and there are none. Use more questions (`-n`), or do not measure the "
+                f"The floor of {title} cannot be measured: all passages of other questions contain an answer to "
+                f"{row['question']!r}. Use more questions (`-n`), or do not measure the "
                 "floor (leave out `--floor`; `arcaligner reproduce` has `--no-floor`)."
             )
         changed.append(row | {"passages": passages})

@@ -244,7 +244,7 @@ def main(
         int,
         typer.Option(
             "--answers",
-            help="Approximate number of the questions of `-n` that are also answered, to measure the F1; 0 for none.",
+            help="About how many of the `-n` questions are also answered, to measure F1; 0 for none.",
         ),
     ] = 0,
     output: Annotated[

@@ -1211,7 +1211,9 @@ def save_keys_values(
         raise
 
 
-_REPLACED = "A `PassageCache` replaces this file, except with `read_only=True`; then delete it yourself."
+_REPLACED = (
+    "A `PassageCache` replaces this file. With `read_only=True` it does not; in that case delete the file yourself."
+)
 
 
 def load_keys_values(
