@@ -21,14 +21,12 @@ from ..common.files import DEFAULT_CHECKPOINT, ROOT, markdown_table, printable, 
 from ..configuration_arcaligner import DEFAULT_BASE_MODEL, ArcAlignerConfig
 from ..processing_arcaligner import ArcAlignerProcessor
 from ..share.hub import RESULTS_FILE, with_enough_questions, write_model_card
-from ..zoom_arcaligner import COARSER
 from .analyses.figures import draw_compressions, draw_speed, save_figure
 from .analyses.speed import (
     CACHED_REPORT,
     LATENCY_REPORT,
     SHORT_PASSAGES,
     TOP_RANKED,
-    ZOOMED,
     cached_passages_table,
     find_size,
     first_token_ms,
@@ -52,7 +50,10 @@ README_SETS = {
 COMPARED = (
     ("the whole text, model not fine-tuned", "standard_rag"),
     ("**slots, two tokens each**", "arcaligner"),
-    ("**slots with [zoom](docs/extensions.md#zoom)**: eight tokens each, two where the answer seems to be", "zoomed"),
+    (
+        "**slots with [zoom](docs/extensions.md#zoom)**, eight tokens each, but two where the answer seems to be",
+        "zoomed",
+    ),
     ("the whole text, after fine-tuning on questions with their text", "full_text_lora"),
 )
 # Of the README's table, by compression: what the model is given, the compression (`None` is as measured), the method,
@@ -64,7 +65,7 @@ README_ROWS = (
     ("only the first half of the text, fine-tuned", "2", "truncated_copying_x2", None, None),
     ("**slots** of one or two passages (default)", "2", "as_needed", None, "slots_x2_top_ranked"),
     ("**slots** of all passages, not weighted", "2", "arcaligner", 2, "slots_x2"),
-    ("**slots** of all passages, with [zoom](docs/extensions.md#zoom)", None, "zoomed", "zoomed", None),
+    ("**slots** of all passages, with [zoom](docs/extensions.md#zoom)", None, "zoomed", None, None),
     ("only the first quarter of the text, fine-tuned", "4", "truncated_copying_x4", None, None),
     ("**slots** of all passages, not weighted", "4", "arcaligner_x4", 4, "slots_x4"),
     ("only the first eighth of the text, fine-tuned", "8", "truncated_copying_x8", None, None),
@@ -317,9 +318,9 @@ def zoom_table(results: dict[str, Any]) -> list[str]:
     rows = []
     for description, method in ZOOM_ROWS:
         measured = [results["sets"][name]["methods"].get(method) for name in README_SETS]
-        cells = ["-" if of is None else f"{of['f1'][0]:.1f} from {of['context_tokens']:.0f}" for of in measured]
+        cells = ["-" if of is None else f"{of['f1'][0]:.1f} ({of['context_tokens']:.0f})" for of in measured]
         rows.append([description, *cells])
-    return markdown_table(["Slots", *(f"{title}: F1 from slots" for title in README_SETS.values())], rows)
+    return markdown_table(["Slots", *(f"{title}: F1 (number of slots)" for title in README_SETS.values())], rows)
 
 
 def readme_table(results: dict[str, Any], latency: dict[str, Any], cached: dict[str, Any]) -> list[str]:
@@ -345,9 +346,7 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], cached: dict[
     for description, tokens, method, timed, cached_arm in README_ROWS:
         new, again, memory = "-", "-", "-"
         if timed is not None:
-            zoomed = COARSER * default_compression, ZOOMED
-            special = {"text": (default_compression, "standard_rag"), "zoomed": zoomed}
-            compression, arm = special.get(timed, (timed, "off"))
+            compression, arm = (default_compression, "standard_rag") if timed == "text" else (timed, "off")
             new = " / ".join(f"{first_token_ms(find_size(latency, k, compression), arm):,.0f}" for k in SHORT_PASSAGES)
         if cached_arm is not None:
             again = " / ".join(f"{first_token_ms(size, cached_arm):,.0f}" for size in cached_sizes)
@@ -387,17 +386,18 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], cached: dict[
     )
     example = (
         "How to read a row, for example the row of slots of all passages at compression 2: F1 on SQuAD is "
-        f"{f1('arcaligner')[0]:.1f}. With {SHORT_PASSAGES[0]} passages the first token comes after "
-        f"{first_token_ms(find_size(latency, SHORT_PASSAGES[0], 2), 'off'):,.0f} ms, or after "
-        f"{first_token_ms(cached_sizes[0], 'slots_x2'):,.0f} ms if the passages are cached. Their cache takes "
+        f"{f1('arcaligner')[0]:.1f}. Without a cache, the first token comes after "
+        f"{first_token_ms(find_size(latency, SHORT_PASSAGES[0], 2), 'off'):,.0f} ms with {SHORT_PASSAGES[0]} "
+        "passages. With a cache, on another CPU, it comes after "
+        f"{first_token_ms(cached_sizes[0], 'slots_x2'):,.0f} ms. The cache takes "
         f"{SHORT_PASSAGES[0] * cached['kept_bytes']['slots_x2'] / 2**20:.0f} MiB."
     )
     notes = [
-        "**Compression** is how many times fewer positions of the prompt the used passages take than their whole text. "
-        "At 2, each slot replaces two tokens; truncated text at 2 is the first half of the whole text.",
+        "**Compression** is the number of tokens of the used passages, divided by the number of positions that they "
+        "take in the prompt. At 2, each slot replaces two tokens; truncated text at 2 is the first half of the whole "
+        "text.",
         "**Zoom**: the passages are read twice, first with eight tokens per slot, then with two tokens per slot where "
-        "the answer seems to be. The compression is that of the second reading, the mean of each data set. The time "
-        "includes both readings, and the sentence encoder for the finer slots.",
+        "the answer seems to be. The compression is that of the second reading, the mean of each data set.",
         "**All passages, not weighted**: the model attends to all passages of the question, and none is preferred. The "
         "command `evaluate` measures answers in this way. Pipeline and server instead "
         "[weight](docs/extensions.md#which-passages-are-used) the passages by their scores if `max_passages` is two or "
@@ -422,10 +422,10 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], cached: dict[
         "**A dash** means not measured.",
         f"**CPUs.** The two columns of times were measured on different CPUs ({latency['machine']['cpu']}; for cached "
         f"passages {cached['machine']['cpu']}). So compare times within one column only.",
-        "**Copy-biased decoding.** In the rows with slots, and with only a part of the text, tokens that continue a "
-        "span of the passages get a bonus (`copy_bonus`) while the answer is generated. In the rows with the whole "
-        f"text there is no bonus{copied}."
-        + (f" With `copy_bonus=0` the F1 of slots is {', and '.join(lost)}." if lost else ""),
+        "**[Copy-biased decoding](docs/extensions.md#copy-biased-decoding).** In the rows with slots, and in the rows "
+        "with truncated text, tokens that continue a span of the passages get a bonus while the answer is generated. "
+        f"In the rows with the whole text there is no bonus{copied}."
+        + (f" Without the bonus (`ask(..., copy_bonus=0)`) the F1 of slots is {', and '.join(lost)}." if lost else ""),
     ]
     shown = [
         line

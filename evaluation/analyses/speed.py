@@ -20,7 +20,7 @@ SHORT_PASSAGES = 5, 20  # of the README's table
 def first_token_table(report: dict[str, Any]) -> list[str]:
     """Markdown lines: milliseconds to the first token of one question, and times faster than text; a row for each
     size."""
-    rows = []
+    rows, has_zoom = [], any(ZOOMED in size["arms"] for size in report["sizes"])
     for size in report["sizes"]:
         arms, cells = size["arms"], []
         encoder = sum(part["median"] for part in size["encoder"].values())
@@ -30,6 +30,7 @@ def first_token_table(report: dict[str, Any]) -> list[str]:
             cells.append(f"{1000 * first:.0f}" + ("" if name == "standard_rag" else times))
             if name == "off":
                 cells.append(f"{1000 * (first + encoder):.0f} (x{text / (first + encoder):.1f})")
+            if name == "off" and has_zoom:
                 zoomed = arms.get(ZOOMED)
                 cells.append(
                     f"{first_token_ms(size, ZOOMED):.0f} (x{zoomed['speed_up']['median']:.1f})" if zoomed else "-"
@@ -38,7 +39,9 @@ def first_token_table(report: dict[str, Any]) -> list[str]:
         rows.append([size["k"], f"{size['text_tokens']:.0f}", compression, f"{size['slots']:.0f}", *cells])
     titles = list(ARM_TITLES.values())
     after = list(ARM_TITLES).index("off") + 1
-    titles[after:after] = "Slots, encoding included, ms", "Slots with zoom, the first ones encoded beforehand, ms"
+    titles.insert(after, "Slots, encoding included, ms")
+    if has_zoom:
+        titles.insert(after + 1, "Slots with zoom, the first ones encoded beforehand, ms")
     lines = markdown_table(["Passages", "Tokens of the prompt as text", "Tokens per slot", "Slots", *titles], rows)
     note = (
         "In brackets: how many times faster than text. Each time is the median of several rounds. Each ratio is the "

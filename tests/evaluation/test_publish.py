@@ -220,6 +220,6 @@ def test_zoom_table_shows_what_was_measured():
     measured = {"zoomed": {"f1": [64.14, 60, 68], "context_tokens": 28.6}}
     sets = {name: {"methods": measured if name == "SQuAD" else {}} for name in publish.README_SETS}
     lines = zoom_table({"sets": sets})
-    assert lines[0].startswith("| Slots | SQuAD: F1 from slots | Natural Questions: F1 from slots |")
+    assert lines[0].startswith("| Slots | SQuAD: F1 (number of slots) | Natural Questions: F1 (number of slots) |")
     (row,) = [line for line in lines if line.startswith("| **zoom**: eight tokens each")]
-    assert row.endswith("| 64.1 from 29 | - | - | - |") and lines[2].endswith("| - | - | - | - |")
+    assert row.endswith("| 64.1 (29) | - | - | - |") and lines[2].endswith("| - | - | - | - |")
