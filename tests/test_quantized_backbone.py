@@ -76,6 +76,6 @@ def test_quantized_aligner_is_refused(model):
 
     model.model.projector.out.weight = Int8Parameter(model.model.projector.out.weight)
     with pytest.raises(
-        ValueError, match="changed weights of the aligner.*: first `model.projector.*Int8Parameter .1 in all"
+        ValueError, match="changed weights of the aligner .1 in all.*`model.projector.* is now of type Int8Parameter"
     ):
         _check_aligner_is_complete(model)

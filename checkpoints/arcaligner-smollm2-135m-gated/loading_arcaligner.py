@@ -529,7 +529,7 @@ def _check_aligner_is_complete(model) -> None:
     changed = [(name, weight) for name, weight in model.aligner_parameters() if type(weight) is not Parameter]
     if changed:
         raise ValueError(
-            f"The quantizer changed {len(changed)} weights of the aligner, which has to stay in float32. "
+            f"The quantizer changed weights of the aligner ({len(changed)} in all), which has to stay in float32. "
             f"For example, `{changed[0][0]}` is now of type {type(changed[0][1]).__name__}. Exclude `projector`, "
             "`slot_gate`, `lora_A` and `lora_B` from the quantization, for example with `modules_to_not_convert`."
         )
