@@ -191,16 +191,13 @@ class Method:
                 f"{LORA_POSITIONS[self.checkpoint_field]!r} for the method `{self.name}`. Train such an aligner with "
                 f"`{self.command}`."
             )
-        if self.answer in (TOP_RANKED, AS_NEEDED, WEIGHTED):
-            try:
+        try:
+            if self.answer in (TOP_RANKED, AS_NEEDED, WEIGHTED):
                 Answerer(model, processor).check(max_passages=1)
-            except ValueError as error:
-                raise MissingMethodError(str(error)) from error
-        if self.answer is ZOOMED:
-            try:
+            if self.answer is ZOOMED:
                 check_zoom(model, processor, ZOOM, self.tokens_per_slot)
-            except ValueError as error:
-                raise MissingMethodError(str(error)) from error
+        except ValueError as error:
+            raise MissingMethodError(str(error)) from error
         if self.answer is AS_NEEDED and model.multihop_head is None:
             raise MissingMethodError(
                 f"{path} has no multi-hop head (`config.use_multihop_head` is false). Fit one with `python -m "
