@@ -201,7 +201,8 @@ class Reproduction:
         """Table 1 or 2."""
         methods = main_methods(self.suffix(self.settings.checkpoint))
         sets = self.answer(self.settings, tasks, methods, self.settings.floor)
-        return self.write(name, title, [*comparison(sets, methods), *costs(sets), *footnote_of(sets, self.settings)])
+        lines = [*comparison(sets, methods), *costs(sets), *footnote_of(sets, self.settings, explains_em=False)]
+        return self.write(name, title, lines)
 
     def recall(self) -> Path:
         """Recall of the retriever before and after re-ranking."""
@@ -229,7 +230,8 @@ class Reproduction:
         suffix = self.suffix(settings.checkpoint)
         methods = [*(f"{method}{suffix}" for method in ("arcaligner", *ABLATIONS)), *CONTROL]
         sets = self.answer(settings, ("hotpotqa", "nq", "triviaqa"), methods)
-        return self.write("ablation", TITLES["ablation"], [*comparison(sets, methods), *footnote_of(sets, settings)])
+        lines = [*comparison(sets, methods), *footnote_of(sets, settings, explains_em=False)]
+        return self.write("ablation", TITLES["ablation"], lines)
 
     def backbones(self) -> Path:
         """Figure "Accuracy across different backbone language models"."""
@@ -660,17 +662,18 @@ def costs(sets: dict[str, Any]) -> list[str]:
     return [*table("F1 (floor, retained), compression", method_titles(sets), sets, cell), *textwrap.wrap(note, 120), ""]
 
 
-def footnote_of(sets: dict[str, Any], settings: EvaluationSettings, has_f1: bool = True) -> list[str]:
-    """Markdown lines: what the numbers are of and, if the part shows F1, how far it may be off."""
+def footnote_of(
+    sets: dict[str, Any], settings: EvaluationSettings, has_f1: bool = True, explains_em: bool = True
+) -> list[str]:
+    """Markdown lines: what the numbers are of, how far F1 may be off if the part shows it, and what EM is if the page
+    has not explained it yet."""
     intervals = [numbers["f1"] for numbers in _numbers(sets)]
     widths = [max(high - mean, mean - low) for mean, low, high in intervals]
     about_f1 = (
         f"95 % bootstrap intervals of F1 extend up to {max(widths):.0f} points to either side. " if has_f1 else ""
     )
-    note = (
-        f"{about_f1}EM is non-strict: the share of answers that contain a gold answer. Measured on: "
-        f"{summarize(settings.output)['machine']}."
-    )
+    about_em = "EM is non-strict: the share of answers that contain a gold answer. " if explains_em else ""
+    note = f"{about_f1}{about_em}Measured on: {summarize(settings.output)['machine']}."
     return [*sets_table(sets), "", note]
 
 

@@ -56,9 +56,10 @@ POSITIONS_NOTE = (
 PAPER_NOTE = (
     "The paper has another base model and other passages, so do not compare these numbers with ours. The paper's "
     "ArcAligner has one slot per sentence. *EM* is the share of answers that contain a gold answer. *Acc* is the share "
-    "of answers that a judge, a chat model, accepts as right. Gates decide how often a layer processes a slot. Rows "
-    "with *w/o* leave parts out: *Recursion* is the gates, so each slot takes one pass through a layer; *Gate (Max "
-    "Loop)* is their decision, so each slot takes all passes."
+    "of answers that a judge, a chat model, accepts as right. Gates decide whether a layer processes a slot again. In "
+    "the rows with *w/o*, a part is missing: in *w/o Recursion* the gates, so each slot takes one pass through a "
+    "layer; in *w/o Gate (Max Loop)* their decision, so each slot takes all passes; in *w/o LoRA & Recursion* the LoRA "
+    "and the gates."
 )
 
 # Sets in results of version 0.2 with their new titles.
@@ -308,10 +309,10 @@ def _paper(numbers: dict, method: str) -> str | None:
 def footnote(results: dict) -> list[str]:
     """Lines on the questions and passages of each set, and on how the numbers were made."""
     note = (
-        "*Gold* passages are those that the data set gives for the answer. In the tables of this page, scores are in "
-        "percent. Brackets contain 95 % bootstrap intervals over questions. For differences, the bootstrap is paired: "
-        "it uses the questions that both methods answered. EM is non-strict: the share of answers that contain a gold "
-        f"answer. The answers were generated on these machines: {results['machine']}."
+        "*Gold* passages are those that the data set gives for the answer. F1 and EM are in percent. EM is the share "
+        "of answers that contain a gold answer. Brackets contain 95 % bootstrap intervals over questions; those of "
+        "differences are paired: over the questions that both methods answered. The answers were generated on these "
+        f"machines: {results['machine']}."
     )
     return [*sets_table(results["sets"]), "", *textwrap.wrap(note, 120)]
 

@@ -155,11 +155,11 @@ def trace_lines(case: dict[str, Any]) -> list[str]:
     found = f"Over all layers, sentence {largest} takes the most passes, {most}."
     if case["evidence"] is not None:
         number = case["evidence"]
-        found += f" The evidence is in sentence {number}, which takes {passes_of_slots[number - 1]}."
-    order = (
-        "**Passes** of each slot (`L0.` is one, `LL` two, `LLL` three) at the layers with extra passes, in the order "
-        "of the sentences:"
-    )
+        if largest == str(number):
+            found += f" The evidence is in sentence {number}, too."
+        else:
+            found += f" The evidence is in sentence {number}, which takes {passes_of_slots[number - 1]}."
+    order = "**Passes** at the layers with extra passes, in the order of the sentences:"
     return [*lines, found, "", order, "", *looping]
 
 
