@@ -263,24 +263,26 @@ def answers_page(run: Path, threshold: float, no_answer: str) -> str:
     intro = (
         "# Answers",
         "",
-        "This page shows answers of the [shipped aligner](glossary.md#the-model), right or wrong. Each section has the "
-        f"{ANSWERS_PER_SET} questions of one data set that come first in the order of their ids. The model was given "
-        "all passages of a question as *slots*, vectors that replace the text, at two tokens per slot. It decoded "
-        "greedily. [results.md](results.md) has the mean F1 of each set, and the [glossary](glossary.md) explains the "
-        "terms. The columns of the tables:",
+        "This page shows answers of the [shipped aligner](glossary.md#the-model), right or wrong. Each section has "
+        f"{ANSWERS_PER_SET} questions of one data set, the first ones by their ids. The model was given all passages "
+        "of a question as *slots*, vectors that replace the text, at two tokens per slot. It decoded greedily. "
+        "[results.md](results.md) has the mean F1 of each set. These are the columns of the tables:",
         "",
-        "- *Expected* is the first gold answer that the data set gives for the question. The passages of TriviaQA, "
-        "WebQuestions and PopQA were found by a retriever, and many of these passages do not contain a gold answer "
-        "([how many](paper.md#tables-1-and-2)). If the question was written to have no answer in its passage, this "
-        'column has "(not in the passages)".',
-        "- *F1*, in percent, is the word overlap of the answer and a gold answer. 100 means that the words are the "
-        "same, except for case, punctuation and articles. If a question has several gold answers, the most similar one "
-        "counts, which may not be the expected one. A question without a gold answer has no F1 (-).",
+        '- *Expected* is the first gold answer of the data set. (Questions can have several.) "(not in the passages)" '
+        "means that the question was written to have no answer in its passage.",
+        "- *Answer* is what the model generated without `min_confidence`.",
+        "- *F1*, in percent, is the word overlap of the answer with the most similar gold answer. 100 means that the "
+        "words are the same, except for case, punctuation and articles. A question without a gold answer has no F1 "
+        "(-).",
         "- *Answerability*, from 0 to 1, is an estimate of how likely it is that the passages contain an answer. It is "
         "not the chance that the answer is right.",
         f'- *Abstains*: "yes" means that with `min_confidence={threshold}` the answer would be "{no_answer}", because '
-        f"the answerability is below {threshold}. This number is the `answerability_threshold` of the checkpoint; "
-        f"other pages round it to {threshold:.2f}. The columns *Answer* and *F1* are without `min_confidence`.",
+        f"the answerability is lower. {threshold} is the `answerability_threshold` of the checkpoint; other pages "
+        f"round it to {threshold:.2f}.",
+        "",
+        "In TriviaQA, WebQuestions and PopQA, a retriever found the passages, and many passages do not contain a gold "
+        "answer ([how many](paper.md#tables-1-and-2)). *TriviaQA\\** is the paper's sample of this set. *SQuAD, more* has "
+        "questions of SQuAD that are not in *SQuAD*.",
     )
     lines = [line for text in intro for line in _wrapped(text)]
     for file in answer_files(run):
@@ -294,11 +296,8 @@ def answers_page(run: Path, threshold: float, no_answer: str) -> str:
                 cells.append([*shown, score, f"{row['answerability']:.2f}", abstains])
             abstention = f"Abstains with `min_confidence={threshold}`?"
             table = markdown_table(["Question", "Expected", "Answer", "F1", "Answerability", abstention], cells)
-            about = (
-                f"The questions are those of the [task](evaluation.md#tasks) `{file.task}`. [The top of this "
-                "page](#answers) explains the columns."
-            )
-            lines += ["", f"## {TASKS[file.task].title}", "", *_wrapped(about), "", *table]
+            about = f"[Task](evaluation.md#tasks): `{file.task}`. The [columns](#answers) are explained above."
+            lines += ["", f"## {TASKS[file.task].title}", "", about, "", *table]
     return "\n".join([*lines, ""])
 
 
