@@ -281,8 +281,8 @@ def answers_page(run: Path, threshold: float, no_answer: str) -> str:
         f"round it to {threshold:.2f}.",
         "",
         "In TriviaQA, WebQuestions and PopQA, a retriever found the passages, and many passages do not contain a gold "
-        "answer ([how many](paper.md#tables-1-and-2)). *TriviaQA\\** is the paper's sample of this set. *SQuAD, more* has "
-        "questions of SQuAD that are not in *SQuAD*.",
+        "answer ([how many](paper.md#tables-1-and-2)). *TriviaQA\\** is the paper's sample of this set. *SQuAD, more* "
+        "has questions of SQuAD that are not in *SQuAD*.",
     )
     lines = [line for text in intro for line in _wrapped(text)]
     for file in answer_files(run):
