@@ -48,35 +48,35 @@ README_SETS = {
 }
 # Of the README's first table: what the model is given, and the method.
 COMPARED = (
-    ("the whole text, model not fine-tuned", "standard_rag"),
-    ("**slots, two tokens each**", "arcaligner"),
-    (
-        "**slots with [zoom](docs/extensions.md#zoom)**, eight tokens each, but two where the answer seems to be",
-        "zoomed",
-    ),
+    ("the whole text", "standard_rag"),
     ("the whole text, after fine-tuning on questions with their text", "full_text_lora"),
+    ("**slots of two tokens**", "arcaligner"),
+    ("**slots with [zoom](docs/extensions.md#zoom)**: two tokens where the answer seems to be, else eight", "zoomed"),
 )
-# Of the README's table, by compression: what the model is given, the compression (`None` is as measured), the method,
-# and the timed arms of `latency.json` and `kept.json`. Copy-biased decoding is on where it helps, which is everywhere
-# except for whole text.
-README_ROWS = (
-    ("whole text, not fine-tuned", "1", "standard_rag", "text", "text_same_set"),
-    ("whole text, fine-tuned", "1", "full_text_lora", "text", "text_same_set"),
-    ("only the first half of the text, fine-tuned", "2", "truncated_copying_x2", None, None),
-    ("**slots** of one or two passages (default)", "2", "as_needed", None, "slots_x2_top_ranked"),
-    ("**slots** of all passages, not weighted", "2", "arcaligner", 2, "slots_x2"),
-    ("**slots** of all passages, with [zoom](docs/extensions.md#zoom)", None, "zoomed", None, None),
-    ("only the first quarter of the text, fine-tuned", "4", "truncated_copying_x4", None, None),
-    ("**slots** of all passages, not weighted", "4", "arcaligner_x4", 4, "slots_x4"),
-    ("only the first eighth of the text, fine-tuned", "8", "truncated_copying_x8", None, None),
-    ("**slots** of all passages, not weighted", "8", "arcaligner_x8", 8, "slots_x8"),
-    (
-        "**slots** of all passages, not weighted",
-        "a sentence in a slot",
-        "arcaligner_xsegment",
-        "segment",
-        "slots_xsegment",
-    ),
+# Of the README's table of F1: what the model is given, the compression (`None` is as measured), and the method.
+# Copy-biased decoding is on where it helps, which is everywhere except for whole text.
+QUALITY_ROWS = (
+    ("whole text, not fine-tuned", "1", "standard_rag"),
+    ("whole text, fine-tuned", "1", "full_text_lora"),
+    ("first half of the text, fine-tuned", "2", "truncated_copying_x2"),
+    ("**slots** of the selected passages (default)", "2", "as_needed"),
+    ("**slots** of all passages", "2", "arcaligner"),
+    ("first quarter of the text, fine-tuned", "4", "truncated_copying_x4"),
+    ("**slots** of all passages", "4", "arcaligner_x4"),
+    ("**slots** of all passages, with [zoom](docs/extensions.md#zoom)", None, "zoomed"),
+    ("first eighth of the text, fine-tuned", "8", "truncated_copying_x8"),
+    ("**slots** of all passages", "8", "arcaligner_x8"),
+    ("**slots** of all passages", "one slot per sentence", "arcaligner_xsegment"),
+)
+# Of the README's table of times: what the model is given, the tokens per slot, and the timed arms of `latency.json` and
+# `kept.json`.
+SPEED_ROWS = (
+    ("whole text", "-", "text", "text_same_set"),
+    ("**slots**, one selected passage (default)", "2", None, "slots_x2_top_ranked"),
+    ("**slots** of all passages", "2", 2, "slots_x2"),
+    ("**slots** of all passages", "4", 4, "slots_x4"),
+    ("**slots** of all passages", "8", 8, "slots_x8"),
+    ("**slots** of all passages", "a sentence", "segment", "slots_xsegment"),
 )
 # Of the table on zoom: what the slots are, and the method.
 ZOOM_ROWS = (
@@ -159,7 +159,8 @@ def publish(
     write_figure("ratios", *published_ratios(results, COMPRESSIONS))
     write_part(DOCS / "extensions.md", "zoom", zoom_table(results))
     write_part(ROOT / "README.md", "comparison", comparison_table(results))
-    write_part(ROOT / "README.md", "results", readme_table(results, latency, cached))
+    write_part(ROOT / "README.md", "quality", quality_table(results))
+    write_part(ROOT / "README.md", "speed", speed_table(latency, cached))
 
 
 def with_published(results: dict[str, Any], published: dict[str, Any]) -> dict[str, Any]:
@@ -262,24 +263,26 @@ def answers_page(run: Path, threshold: float, no_answer: str) -> str:
     intro = (
         "# Answers",
         "",
-        "This page shows answers of the [shipped aligner](glossary.md#the-model), right or wrong. Each section has the "
-        f"{ANSWERS_PER_SET} questions of one data set that come first in the order of their ids. The model was given "
-        "all passages of a question as *slots*, vectors that replace the text, at two tokens per slot. It decoded "
-        "greedily. [results.md](results.md) has the mean F1 of each set, and the [glossary](glossary.md) explains the "
-        "terms. The columns of the tables:",
+        "This page shows answers of the [shipped aligner](glossary.md#the-model), right or wrong. Each section has "
+        f"{ANSWERS_PER_SET} questions of one data set, the first ones by their ids. The model was given all passages "
+        "of a question as *slots*, vectors that replace the text, at two tokens per slot. It decoded greedily. "
+        "[results.md](results.md) has the mean F1 of each set. These are the columns of the tables:",
         "",
-        "- *Expected* is the first gold answer that the data set gives for the question. The passages of TriviaQA, "
-        "WebQuestions and PopQA were found by a retriever, and many of these passages do not contain a gold answer "
-        "([how many](paper.md#tables-1-and-2)). If the question was written to have no answer in its passage, this "
-        'column has "(not in the passages)".',
-        "- *F1*, in percent, is the word overlap of the answer and a gold answer. 100 means that the words are the "
-        "same, except for case, punctuation and articles. If a question has several gold answers, the most similar one "
-        "counts, which may not be the expected one. A question without a gold answer has no F1 (-).",
+        '- *Expected* is the first gold answer of the data set. (Questions can have several.) "(not in the passages)" '
+        "means that the question was written to have no answer in its passage.",
+        "- *Answer* is what the model generated without `min_confidence`.",
+        "- *F1*, in percent, is the word overlap of the answer with the most similar gold answer. 100 means that the "
+        "words are the same, except for case, punctuation and articles. A question without a gold answer has no F1 "
+        "(-).",
         "- *Answerability*, from 0 to 1, is an estimate of how likely it is that the passages contain an answer. It is "
         "not the chance that the answer is right.",
         f'- *Abstains*: "yes" means that with `min_confidence={threshold}` the answer would be "{no_answer}", because '
-        f"the answerability is below {threshold}. This number is the `answerability_threshold` of the checkpoint; "
-        f"other pages round it to {threshold:.2f}. The columns *Answer* and *F1* are without `min_confidence`.",
+        f"the answerability is lower. {threshold} is the `answerability_threshold` of the checkpoint; other pages "
+        f"round it to {threshold:.2f}.",
+        "",
+        "In TriviaQA, WebQuestions and PopQA, a retriever found the passages, and many passages do not contain a gold "
+        "answer ([how many](paper.md#tables-1-and-2)). *TriviaQA\\** is the paper's sample of this set. *SQuAD, more* "
+        "has questions of SQuAD that are not in *SQuAD*.",
     )
     lines = [line for text in intro for line in _wrapped(text)]
     for file in answer_files(run):
@@ -293,24 +296,20 @@ def answers_page(run: Path, threshold: float, no_answer: str) -> str:
                 cells.append([*shown, score, f"{row['answerability']:.2f}", abstains])
             abstention = f"Abstains with `min_confidence={threshold}`?"
             table = markdown_table(["Question", "Expected", "Answer", "F1", "Answerability", abstention], cells)
-            about = (
-                f"The questions are those of the [task](evaluation.md#tasks) `{file.task}`. [The top of this "
-                "page](#answers) explains the columns."
-            )
-            lines += ["", f"## {TASKS[file.task].title}", "", *_wrapped(about), "", *table]
+            about = f"[Task](evaluation.md#tasks): `{file.task}`. The [columns](#answers) are explained above."
+            lines += ["", f"## {TASKS[file.task].title}", "", about, "", *table]
     return "\n".join([*lines, ""])
 
 
 def comparison_table(results: dict[str, Any]) -> list[str]:
-    """F1 of one base model given text or slots of one set, and how many positions of the prompt a passage takes."""
+    """EM of one base model given text or slots of one set, and how many positions of the prompt a passage takes."""
     entry = results["sets"]["SQuAD"]
     rows = []
     for description, method in COMPARED:
         numbers = entry["methods"][method]
-        cells = numbers["context_tokens"], numbers["f1"][0], numbers["em"][0]
-        rows.append([description, *(f"{cell:.0f}" for cell in cells)])
-    scores = "F1, %", "Answers that contain a gold answer, %"
-    return markdown_table(["SmolLM2-135M-Instruct is given", "Positions of a passage, mean", *scores], rows)
+        rows.append([description, *(f"{cell:.0f}" for cell in (numbers["context_tokens"], numbers["em"][0]))])
+    columns = ["The model is given", "Positions of the passage, mean", "Answers that contain a gold answer, %"]
+    return markdown_table(columns, rows)
 
 
 def zoom_table(results: dict[str, Any]) -> list[str]:
@@ -323,8 +322,8 @@ def zoom_table(results: dict[str, Any]) -> list[str]:
     return markdown_table(["Slots", *(f"{title}: F1 (number of slots)" for title in README_SETS.values())], rows)
 
 
-def readme_table(results: dict[str, Any], latency: dict[str, Any], cached: dict[str, Any]) -> list[str]:
-    """F1 of the README's sets, times to the first token and cached bytes: a row for each of `README_ROWS`."""
+def quality_table(results: dict[str, Any]) -> list[str]:
+    """F1 of the README's sets: a row for each of `QUALITY_ROWS`, and what they mean."""
     sets = {name: results["sets"][name] for name in README_SETS}
 
     def f1(method: str) -> list[float | None]:
@@ -340,100 +339,106 @@ def readme_table(results: dict[str, Any], latency: dict[str, Any], cached: dict[
         lost = [copied - free for copied, free in pairs]
         return f"{min(lost):.0f} to {max(lost):.0f} points lower at {suffix.removeprefix('_x') or 2} tokens per slot"
 
-    default_compression = latency["own_tokens_per_slot"]
-    cached_sizes = [size for k in SHORT_PASSAGES for size in cached["sizes"] if size["k"] == k]
     rows = []
-    for description, tokens, method, timed, cached_arm in README_ROWS:
-        new, again, memory = "-", "-", "-"
-        if timed is not None:
-            compression, arm = (default_compression, "standard_rag") if timed == "text" else (timed, "off")
-            new = " / ".join(f"{first_token_ms(find_size(latency, k, compression), arm):,.0f}" for k in SHORT_PASSAGES)
-        if cached_arm is not None:
-            again = " / ".join(f"{first_token_ms(size, cached_arm):,.0f}" for size in cached_sizes)
-            stored = cached["kept_bytes"]["text_apart" if timed == "text" else cached_arm.removesuffix(TOP_RANKED)]
-            memory = " / ".join(f"{k * stored / 2**20:.0f}" for k in SHORT_PASSAGES)
-        if tokens is None:
+    for description, compression, method in QUALITY_ROWS:
+        if compression is None:
             rates = [
                 entry["methods"][method]["compression_rate"] for entry in sets.values() if method in entry["methods"]
             ]
-            tokens = f"{min(rates):.1f} to {max(rates):.1f}" if rates else "-"
-        rows.append(
-            [description, tokens, *("-" if mean is None else f"{mean:.1f}" for mean in f1(method)), new, again, memory]
-        )
-    passages = " / ".join(map(str, SHORT_PASSAGES))
-    columns = ["The model is given", "Compression", *(f"F1: {title}" for title in README_SETS.values())]
-    columns += [f"First token: {passages} passages, ms", f"First token: {passages} cached passages, ms"]
-    columns.append(f"Cache of {passages} passages, MiB")
+            compression = f"{min(rates):.1f} to {max(rates):.1f}" if rates else "-"
+        rows.append([description, compression, *("-" if mean is None else f"{mean:.1f}" for mean in f1(method))])
     counts = " to ".join(map(str, sorted({entry["questions"] for entry in sets.values()})))
     lengths = [entry["methods"]["full_text_lora"]["context_tokens"] for entry in sets.values()]
-    new_tokens = " / ".join(f"{find_size(latency, k, default_compression)['text_tokens']:,.0f}" for k in SHORT_PASSAGES)
     lost = [loss for loss in map(loss_without_copying, ("", "_x4")) if loss is not None]
     gains = [
         f"{title} {free:.1f} -> {copied:.1f}"
         for title, free, copied in zip(README_SETS.values(), f1("full_text_lora"), f1("full_text_copying"), strict=True)
         if copied is not None
     ]
-    copied = (
-        f", because it lowers F1 on most sets (fine-tuned reader, without -> with the bonus: {', '.join(gains)})"
-        if gains
-        else ""
-    )
     about = (
-        "Each row combines measurements on different prompts. F1 was measured on questions with one or two passages. "
-        f"The passages of a question together have {min(lengths):.0f} to {max(lengths):.0f} tokens on average, "
-        f"depending on the data set. Times and the size of the cache were measured with {passages} passages. In the "
-        f"column of times without a cache, the prompts have {new_tokens} tokens as text, including the question."
-    )
-    example = (
-        "How to read a row, for example the row of slots of all passages at compression 2: F1 on SQuAD is "
-        f"{f1('arcaligner')[0]:.1f}. Without a cache, the first token comes after "
-        f"{first_token_ms(find_size(latency, SHORT_PASSAGES[0], 2), 'off'):,.0f} ms with {SHORT_PASSAGES[0]} "
-        "passages. With a cache, on another CPU, it comes after "
-        f"{first_token_ms(cached_sizes[0], 'slots_x2'):,.0f} ms. The cache takes "
-        f"{SHORT_PASSAGES[0] * cached['kept_bytes']['slots_x2'] / 2**20:.0f} MiB."
+        "F1 of the base model SmolLM2-135M-Instruct, in percent; higher is better. It was measured on "
+        f"{counts} questions of each set{fewer_questions(sets)}. *Compression* is the number of tokens of the used "
+        "passages, divided by the number of positions that they take in the prompt:"
     )
     notes = [
-        "**Compression** is the number of tokens of the used passages, divided by the number of positions that they "
-        "take in the prompt. At 2, each slot replaces two tokens; truncated text at 2 is the first half of the whole "
-        "text.",
-        "**Zoom**: the passages are read twice, first with eight tokens per slot, then with two tokens per slot where "
-        "the answer seems to be. The compression is that of the second reading, the mean of each data set.",
-        "**All passages, not weighted**: the model attends to all passages of the question, and none is preferred. The "
-        "command `evaluate` measures answers in this way. Pipeline and server instead "
-        "[weight](docs/extensions.md#which-passages-are-used) the passages by their scores if `max_passages` is two or "
-        "more.",
-        "**F1** is the [word overlap](docs/glossary.md#measurements) of the model's answer with the gold answer, in "
-        f"percent; higher is better. It was measured on {counts} questions of each set{fewer_questions(sets)}.",
-        "**Fine-tuned**: the base model has a LoRA that was trained on 4,000 questions with the whole text of their "
-        "passages. We call this model the *fine-tuned reader*. Its times were not measured; the table shows the times "
-        "of the base model without this LoRA.",
-        f"**First token** is the time from the question to the first token of the answer; less is better. Times were "
-        f"measured in float32 on {latency['machine']['cores']} CPU cores. The sentence encoder had processed the "
-        "passages before the question.",
-        f"**Cached passages** have {cached['tokens_per_passage']:.0f} tokens on average. Their keys and values were "
-        f"computed before the question, and are stored in {cached['dtype']}; the last column shows their size. For "
-        "whole text, times are those of an ordinary prefix cache, which works only for the same passages in the same "
-        "order. Slots are cached for each passage separately, so any cached passages can be combined. "
-        "[docs/speed.md](docs/speed.md#cached-passages) also has times of text that is cached for each passage.",
-        "**The default** scores the passages and uses the passage with the highest score, or the best two if the "
-        "question needs two. Its times include the scoring, and were measured on questions that were answered from one "
-        "passage. Only [some passages](docs/extensions.md#selection-of-passages) are scored, so {1} passages take "
-        "about as long as {0}.".format(*SHORT_PASSAGES),
-        "**A dash** means not measured.",
-        f"**CPUs.** The two columns of times were measured on different CPUs ({latency['machine']['cpu']}; for cached "
-        f"passages {cached['machine']['cpu']}). So compare times within one column only.",
-        "**[Copy-biased decoding](docs/extensions.md#copy-biased-decoding).** In the rows with slots, and in the rows "
-        "with truncated text, tokens that continue a span of the passages get a bonus while the answer is generated. "
-        f"In the rows with the whole text there is no bonus{copied}."
-        + (f" Without the bonus (`ask(..., copy_bonus=0)`) the F1 of slots is {', and '.join(lost)}." if lost else ""),
+        "**F1** is the [word overlap](docs/glossary.md#measurements) of the answer with the gold answer. "
+        "[docs/results.md](docs/results.md) has all methods and question sets, with 95 % intervals.",
+        "**Passages.** A question of SQuAD or Natural Questions has one passage, a question of HotpotQA or PopQA has "
+        f"two. The passages of a question together have {min(lengths):.0f} to {max(lengths):.0f} tokens on average, "
+        "depending on the set. Those of PopQA were found by a retriever. The other sets say which passages contain the "
+        "answer, and the model gets these. If your retriever misses the passage with the answer, expect a lower F1.",
+        "**Fine-tuned.** The base model has a LoRA that was trained on 4,000 questions with the whole text of their "
+        "passages. We call this model the *fine-tuned reader*. The aligner was trained on about 113,000 questions, so "
+        "the comparison is uneven. Without fine-tuning, the base model answers in full sentences, which lowers F1.",
+        "**Selected passages, all passages.** By default, ArcAligner scores the passages and uses only the best one, "
+        "or the best two if the question needs both. In the rows with all passages, the model attends to all of them, "
+        "without weights.",
+        "**Zoom.** The compression is that of the second reading. Its mean differs between the sets.",
+        "**Copy bonus.** In the rows with slots, and in those with a part of the text, tokens that continue a span of "
+        "the passages get a bonus ([copy-biased decoding](docs/extensions.md#copy-biased-decoding))."
+        + (f" Without it (`ask(..., copy_bonus=0)`) the F1 of slots is {', and '.join(lost)}." if lost else "")
+        + " In the rows with the whole text there is no bonus"
+        + (
+            f", because it lowers F1 on most sets (fine-tuned, without -> with the bonus: {', '.join(gains)})."
+            if gains
+            else "."
+        ),
     ]
-    shown = [
+    columns = ["The model is given", "Compression", *README_SETS.values()]
+    return [*textwrap.wrap(about, 120), "", *markdown_table(columns, rows), "", *_bullets(notes)]
+
+
+def speed_table(latency: dict[str, Any], cached: dict[str, Any]) -> list[str]:
+    """Times to the first token and cached bytes: a row for each of `SPEED_ROWS`, and what they mean."""
+    compression = latency["own_tokens_per_slot"]
+    cached_sizes = [size for k in SHORT_PASSAGES for size in cached["sizes"] if size["k"] == k]
+
+    def milliseconds(sizes: list[dict[str, Any]], arm: str) -> str:
+        return " / ".join(f"{first_token_ms(size, arm):,.0f}" for size in sizes)
+
+    rows = []
+    for description, tokens, timed, cached_arm in SPEED_ROWS:
+        new = "-"
+        if timed is not None:
+            of_row, arm = (compression, "standard_rag") if timed == "text" else (timed, "off")
+            new = milliseconds([find_size(latency, k, of_row) for k in SHORT_PASSAGES], arm)
+        stored = cached["kept_bytes"]["text_apart" if timed == "text" else cached_arm.removesuffix(TOP_RANKED)]
+        memory = " / ".join(f"{k * stored / 2**20:.0f}" for k in SHORT_PASSAGES)
+        rows.append([description, tokens, new, milliseconds(cached_sizes, cached_arm), memory])
+    passages = " / ".join(map(str, SHORT_PASSAGES))
+    lengths = " / ".join(f"{find_size(latency, k, compression)['text_tokens']:,.0f}" for k in SHORT_PASSAGES)
+    about = (
+        "The time from the question to the first token of the answer, and the size of the cached keys and values. Each "
+        f"cell has two numbers, for {passages} passages. Everything was measured in {cached['dtype']}, on "
+        f"{latency['machine']['cores']} CPU cores:"
+    )
+    notes = [
+        f"**Not cached.** As text, the prompts have {lengths} tokens, including the question. For slots, the sentence "
+        "encoder had processed the passages before the question; the base model had not.",
+        "**Cached.** The keys and values of the passages were computed before the question. A passage has "
+        f"{cached['tokens_per_passage']:.0f} tokens on average. Slots are cached for each passage separately, so any "
+        "cached passages can be combined. The time of text is that of an ordinary prefix cache, which works only for "
+        "the same passages in the same order. Text can be cached for each passage, too "
+        "([docs/speed.md](docs/speed.md#cached-passages)).",
+        f"**Two CPUs.** The two columns of times were measured on different CPUs ({latency['machine']['cpu']}; cached "
+        f"passages: {cached['machine']['cpu']}). So compare times within a column only. On the second CPU, text that "
+        f"is not cached takes {milliseconds(cached_sizes, 'text')} ms.",
+        "**One selected passage.** The time includes the scoring of passages. Only [some "
+        "passages](docs/extensions.md#selection-of-passages) are scored, so {1} passages take about as long as {0}. "
+        "The time without a cache was not measured.".format(*SHORT_PASSAGES),
+        "**Whole text.** The times are those of the base model without fine-tuning.",
+    ]
+    columns = ["The model is given", "Tokens per slot", "Not cached, ms", "Cached, ms", "Size of the cache, MiB"]
+    return [*textwrap.wrap(about, 120), "", *markdown_table(columns, rows), "", *_bullets(notes)]
+
+
+def _bullets(notes: list[str]) -> list[str]:
+    """A list of Markdown at the width of the pages; links stay whole."""
+    return [
         line
         for note in notes
-        for line in textwrap.wrap(f"- {note}", 120, subsequent_indent="  ", break_on_hyphens=False)  # links stay whole
+        for line in textwrap.wrap(f"- {note}", 120, subsequent_indent="  ", break_on_hyphens=False)
     ]
-    table = markdown_table(columns, rows)
-    return [*textwrap.wrap(about, 120), "", *table, "", *textwrap.wrap(example, 120), "", *shown]
 
 
 def fewer_questions(sets: dict[str, Any]) -> str:

@@ -23,7 +23,7 @@ from arcaligner.evaluation.runs import FLOOR
 
 ROOT = Path(__file__).parents[2]
 PARTS = {
-    "README.md": ["comparison", "results"],
+    "README.md": ["comparison", "quality", "speed"],
     "docs/extensions.md": ["zoom"],
     "docs/results.md": ["results"],
     "docs/speed.md": ["first token", "known passages"],
