@@ -169,7 +169,7 @@ def with_published(results: dict[str, Any], published: dict[str, Any]) -> dict[s
 
     A run that asked an aligner whose weights are not the published ones replaces all numbers that depend on them, and
     its sets are those of the result: only methods that use no aligner keep their numbers. Any other run adds to what
-    is published. Differences between methods need the answers of both, so they are those of the first such run.
+    is published.
     """
     replaces = are_of_new_weights(results, published)
     titles = results["sets"].keys() | (set() if replaces else published["sets"].keys())
@@ -180,11 +180,23 @@ def with_published(results: dict[str, Any], published: dict[str, Any]) -> dict[s
         remaining = [name for name in old["methods"] if not (replaces and depends_on_aligner(name))]
         methods = {name: old["methods"][name] for name in remaining} | new["methods"]
         first = new if replaces or new["questions"] > old["questions"] else old
-        sets[title] = first | {"methods": {name: methods[name] for name in sorted(methods, key=sort_key)}}
+        differences = {} if replaces else _kept_differences(old, new["methods"])
+        sets[title] = first | {
+            "methods": {name: methods[name] for name in sorted(methods, key=sort_key)},
+            "differences": differences | new.get("differences", {}),
+        }
     machines = {*results["machine"].split("; "), *published["machine"].split("; ")}
     questions = min(entry["questions"] for entry in sets.values())
     weights = {"weights": results["weights"] if replaces else published.get("weights")}
     return {"machine": "; ".join(sorted(machines)), "questions": questions} | weights | {"sets": sets}
+
+
+def _kept_differences(old: dict[str, Any], new_methods: dict[str, Any]) -> dict[str, Any]:
+    """The published differences of a set from ArcAligner, without those of methods whose numbers change with
+    `new_methods`: a difference needs the answers of both methods in one run."""
+    changed = {name for name, numbers in new_methods.items() if old["methods"].get(name, numbers) != numbers}
+    differences = {} if MAIN in changed else old.get("differences", {})
+    return {name: difference for name, difference in differences.items() if name not in changed}
 
 
 def are_of_new_weights(results: dict[str, Any], published: dict[str, Any]) -> bool:
@@ -418,8 +430,8 @@ def speed_table(latency: dict[str, Any], cached: dict[str, Any]) -> list[str]:
         "**Cached.** The keys and values of the passages were computed before the question. A passage has "
         f"{cached['tokens_per_passage']:.0f} tokens on average. Slots are cached for each passage separately, so any "
         "cached passages can be combined. The time of text is that of an ordinary prefix cache, which works only for "
-        "the same passages in the same order. Text can be cached for each passage, too "
-        "([docs/speed.md](docs/speed.md#cached-passages)).",
+        "the same passages in the same order. If text is cached for each passage, which takes a model that was trained "
+        "for it, it is about as fast ([docs/speed.md](docs/speed.md#cached-passages)).",
         f"**Two CPUs.** The two columns of times were measured on different CPUs ({latency['machine']['cpu']}; cached "
         f"passages: {cached['machine']['cpu']}). So compare times within a column only. On the second CPU, text that "
         f"is not cached takes {milliseconds(cached_sizes, 'text')} ms.",

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from answer_rows import write_answers
 
+from arcaligner.common.files import DEFAULT_CHECKPOINT
 from arcaligner.evaluation import publish
 from arcaligner.evaluation.analyses.figures import draw_compressions, speed_curves
 from arcaligner.evaluation.analyses.speed import find_size
@@ -19,7 +20,9 @@ from arcaligner.evaluation.publish import (
     write_reproduced,
     zoom_table,
 )
+from arcaligner.evaluation.results import read_results
 from arcaligner.evaluation.runs import FLOOR
+from arcaligner.share.hub import RESULTS_FILE
 
 ROOT = Path(__file__).parents[2]
 PARTS = {
@@ -83,7 +86,7 @@ def test_other_methods_keep_numbers():
         "machine": "a; b; c",
         "questions": 3,
         "weights": "new",
-        "sets": {"SQuAD": {"questions": 3, "methods": merged_methods}},
+        "sets": {"SQuAD": {"questions": 3, "methods": merged_methods, "differences": {}}},
     }
     assert list(merged["sets"]["SQuAD"]["methods"]) == list(merged_methods)
 
@@ -96,8 +99,8 @@ def test_same_weights_are_added():
     sets = {"SQuAD": {"questions": 3, "methods": methods}, "HotpotQA": {"questions": 3, "methods": {"arcaligner": 8}}}
     merged = with_published({"machine": "a", "weights": "same", "sets": sets}, published)
     assert merged["weights"] == "same" and merged["sets"] == {
-        "HotpotQA": sets["HotpotQA"],
-        "SQuAD": {"questions": 4, "methods": {"naive": 5, "arcaligner": 2} | methods},
+        "HotpotQA": sets["HotpotQA"] | {"differences": {}},
+        "SQuAD": {"questions": 4, "methods": {"naive": 5, "arcaligner": 2} | methods, "differences": {}},
     }
 
 
@@ -112,11 +115,43 @@ def test_new_opponents_are_added():
     published = {"machine": "a", "weights": "old", "sets": {"SQuAD": old, "MuSiQue": old}}
     merged = with_published({"machine": "a", "weights": "other", "sets": run}, published)
     assert merged["weights"] == "old" and merged["sets"] == {
-        "Natural Questions": run["Natural Questions"],
+        "Natural Questions": run["Natural Questions"] | {"differences": {}},
         "SQuAD": old | {"methods": {"naive": 2, "cocom_x4": 4, "arcaligner": 1}},
         "MuSiQue": old,
     }
     assert merged["questions"] == 3 and list(merged["sets"]) == ["Natural Questions", "SQuAD", "MuSiQue"]
+
+
+def test_differences_of_changed_methods_are_dropped():
+    """A difference needs the answers of both methods: it goes if a run without the other method changes one of them."""
+    old = {
+        "questions": 5,
+        "methods": {"arcaligner": 1, "naive": 2, "cocom_x4": 3, "xrag": 4},
+        "differences": {"naive": -1, "cocom_x4": -2, "xrag": -3},
+    }
+    published = {"machine": "a", "weights": "old", "sets": {"SQuAD": old}}
+
+    def differences_with(**entry):
+        run = {"machine": "a", "weights": "old", "sets": {"SQuAD": {"questions": 5} | entry}}
+        return with_published(run, published)["sets"]["SQuAD"]["differences"]
+
+    assert differences_with(methods={"naive": 2, "cocom_x4": 5}) == {"naive": -1, "xrag": -3}
+    assert differences_with(methods={"arcaligner": 6}) == {}
+    both = differences_with(methods={"arcaligner": 6, "naive": 2}, differences={"naive": 4})
+    assert both == {"naive": 4}
+
+
+def test_published_differences_agree():
+    """Published differences are those of the published numbers, where both methods answered the same questions."""
+    num_compared = 0
+    for entry in read_results(DEFAULT_CHECKPOINT / RESULTS_FILE)["sets"].values():
+        ours, methods = entry["methods"].get("arcaligner"), entry["methods"]
+        for name, difference in entry.get("differences", {}).items():
+            if ours["questions"] == methods[name]["questions"] == difference["questions"]:
+                for metric in ("em", "f1"):
+                    assert difference[metric][0] == pytest.approx(ours[metric][0] - methods[name][metric][0], abs=0.01)
+                    num_compared += 1
+    assert num_compared > 20
 
 
 def test_reproduced_pages_are_copied(tmp_path, monkeypatch):
