@@ -292,16 +292,18 @@ def main(
     batches: Annotated[
         str,
         typer.Option(
-            help="Batches of questions that arrive together and get one token each. A batch is PASSAGES:QUESTIONS, the "
-            "number of passages of a question and the number of questions. Several are separated by commas."
+            help="Batches to time, as PASSAGES:QUESTIONS, the number of passages of a question and the number of "
+            "questions, separated by commas. The questions of a batch arrive together, and one token is generated for "
+            "each."
         ),
     ] = "5:12,20:6",
     names: Annotated[
         str,
         typer.Option(
             "--arms",
-            help="What to measure, separated by commas. slots: vLLM with slots; front: the same behind this project's "
-            "server engine; text: vLLM with text; pytorch: this project's engine with slots.",
+            help="What to measure, separated by commas. slots: vLLM with slots, called directly; front: the "
+            "same, called through this project's server; text: vLLM with text; pytorch: slots in this project's own "
+            "engine, without vLLM.",
         ),
     ] = ",".join(ARMS),
     tokens_per_slot: Annotated[int, typer.Option(help="Tokens of text per slot.")] = 4,

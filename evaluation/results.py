@@ -51,7 +51,8 @@ DIFFERENCES_NOTE = (
 )
 POSITIONS_NOTE = (
     "The first number is the mean number of positions that the passages take in the prompt. The number after *x* is "
-    "the measured compression: the tokens of the passages, divided by these positions."
+    "the measured compression: the tokens of all passages of a question, also of those that are not used, divided by "
+    "these positions."
 )
 PAPER_NOTE = (
     "The paper has another base model and other passages, so do not compare these numbers with ours. The paper's "

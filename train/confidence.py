@@ -243,7 +243,10 @@ def main(
     columns = ["share of the answers, the highest estimates first", "F1 by answerability", "F1 by answer likelihood"]
     typer.echo("\n".join(markdown_table(columns, curve)))
     if had_multihop_head and model.multihop_head is None:
-        typer.echo("The multi-hop head was removed. Fit another one with `python -m arcaligner.train.multihop`.")
+        typer.echo(
+            "The multi-hop head was removed, because it depends on the former answerability head. Fit another one with "
+            "`python -m arcaligner.train.multihop`."
+        )
 
 
 if __name__ == "__main__":

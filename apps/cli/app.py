@@ -233,7 +233,8 @@ def answer(
         float | None,
         typer.Option(
             help="Read the passages twice: first with fewer slots, then with finer slots where the answer seems to be. "
-            "A share of the attention, above 0 and at most 1, for example 0.7: more means more slots."
+            "The value is the share of the attention that the replaced slots have together, above 0 and at most 1, "
+            "such as 0.7. A larger value means more slots."
         ),
     ] = None,
     min_confidence: MinConfidence = None,
@@ -644,8 +645,8 @@ def evaluate(
     data: Annotated[
         Path | None,
         typer.Option(
-            help="Folder with a file TASK.jsonl.gz for each task. Default: the recipe's folder, else the data sets of "
-            "the Hub."
+            help="Folder with a file TASK.jsonl.gz for each task. Default: the folder that the recipe names; if it "
+            "names none, the data sets of the Hub."
         ),
     ] = None,
     num_questions: Annotated[int | None, typer.Option("-n", help="Maximum number of questions per task.")] = None,
@@ -715,8 +716,8 @@ def reproduce(
     data: Annotated[
         Path | None,
         typer.Option(
-            help="Folder with a file TASK.jsonl.gz for each task. Default: the recipe's folder, else the data sets of "
-            "the Hub."
+            help="Folder with a file TASK.jsonl.gz for each task. Default: the folder that the recipe names; if it "
+            "names none, the data sets of the Hub."
         ),
     ] = None,
     floor: Annotated[
