@@ -12,9 +12,16 @@ from safetensors.torch import load_file, save_file
 from tiny_models import backbone_config, random_head, tiny_aligner
 
 from arcaligner import ArcAlignerConfig, ArcAlignerForCausalLM, multihop_arcaligner
-from arcaligner.answering_arcaligner import Answerer, ScoredPassage, question_features, similarities_of, top_odds
+from arcaligner.answering_arcaligner import (
+    Answerer,
+    ScoredPassage,
+    question_features,
+    similarities_of,
+    top_odds,
+    word_matches,
+)
 from arcaligner.modeling_arcaligner import ArcAlignerModel, MultihopHead
-from arcaligner.multihop_arcaligner import PassageWords, best_pair, pair_features
+from arcaligner.multihop_arcaligner import PassageWords, best_pair, combined_passages, match_gain, pair_features
 
 QUESTION = "Who wrote it?"
 PASSAGES = ["It was written by Ada.", "The loom wove. It was loud.", "Nobody read it.", "The pen is new."]
@@ -42,18 +49,16 @@ def selected(answerer, questions, documents, max_passages=None):
 
 
 def test_head_is_a_regression():
-    """The inputs are the embedding, the logarithm of the number of words, and the log-odds of the answerability."""
+    """The inputs are the embedding, the logarithm of the number of words, the log-odds of the answerability, and the
+    gain of a second passage."""
     head, generator = MultihopHead(3), torch.Generator().manual_seed(0)
     vectors, num_words = torch.randn(3, 3, generator=generator), torch.tensor([5.0, 1.0, 0.0])
-    answerable = torch.tensor([0.5, -6.0, 6.0])
-    head.weight.copy_(torch.randn(5, generator=generator))
+    answerable, gains = torch.tensor([0.5, -6.0, 6.0]), torch.tensor([0.0, 0.1, 0.2])
+    head.weight.copy_(torch.randn(6, generator=generator))
     head.bias.fill_(0.25)
-    *embedding_weights, words, odds = head.weight.tolist()
-    expected = [
-        sum(a * b for a, b in zip(embedding_weights, vector, strict=True)) + words * log + odds * sure + 0.25
-        for vector, log, sure in zip(vectors.tolist(), (math.log(5), 0.0, 0.0), answerable.tolist(), strict=True)
-    ]
-    torch.testing.assert_close(head(vectors, num_words, answerable), torch.tensor(expected))
+    others = torch.stack([torch.tensor([math.log(5), 0.0, 0.0]), answerable, gains], dim=1)
+    expected = (vectors * head.weight[:3]).sum(dim=1) + (others * head.weight[3:]).sum(dim=1) + 0.25
+    torch.testing.assert_close(head(vectors, num_words, answerable, gains), expected)
 
 
 def test_odds_are_bounded():
@@ -81,6 +86,14 @@ def test_features_are_of_the_question(processor):
     assert torch.equal(vectors[0], vectors[1]) and not torch.equal(vectors[0], vectors[2])
 
 
+def test_gain_is_of_the_best_pair():
+    """The gain is the score of the best pair less that of the best single passage; passages without words do not
+    count."""
+    matches = torch.tensor([[1.0, 0.0, 0.5], [0.0, 1.0, 0.0], [0.75, 0.75, 0.0], [math.nan] * 3])
+    assert match_gain(matches) == pytest.approx((1 + 1 + 0.5) / 3 - 1.5 / 3)
+    assert match_gain(matches[:1]) == match_gain(matches[3:]) == match_gain(torch.zeros(2, 0)) == 0.0
+
+
 # Which two passages are a pair
 
 COMMON = frozenset({"the", "of", "in", "was", "a", "he"})
@@ -103,13 +116,14 @@ def test_words_of_a_passage():
 def test_features_of_pairs(processor, monkeypatch):
     monkeypatch.setattr(multihop_arcaligner, "stop_words", lambda spacy_model: COMMON | {"where"})
     log_odds = {0: 1.5, 1: -0.5, 2: 0.25}
-    features = pair_features(ASKED, [FILM, CURTIZ, ROME], log_odds, [(0, 1), (0, 2), (1, 2)], "en")
+    matches = {0: torch.tensor([0.5, 1.0]), 1: torch.tensor([0.75, 0.25]), 2: torch.tensor([math.nan, math.nan])}
+    features = pair_features(ASKED, [FILM, CURTIZ, ROME], log_odds, matches, [(0, 1), (0, 2), (1, 2)], "en")
     # Of the four words of the question, the film has two and Curtiz has "born". The film has five names and so has
     # Curtiz; they share "hollywood", "michael" and "curtiz".
     expected = [
-        [1.0, 3 / 4, 1.0, 3 / math.sqrt(5 * 5), 1.0, 1.0],
-        [1.75, 2 / 4, 1.0, 0.0, 0.0, 1.0],
-        [-0.25, 1 / 4, 0.0, 0.0, 0.0, 0.0],
+        [1.0, 3 / 4, 1.0, 3 / math.sqrt(5 * 5), 1.0, 1.0, 0.875, 1.25],
+        [1.75, 2 / 4, 1.0, 0.0, 0.0, 1.0, 0.75, 0.75],
+        [-0.25, 1 / 4, 0.0, 0.0, 0.0, 0.0, 0.5, 0.5],
     ]
     torch.testing.assert_close(features, torch.tensor(expected, dtype=torch.float64))
 
@@ -119,39 +133,53 @@ def test_compared_names_are_no_mention(processor):
     bogart = {"title": "Humphrey Bogart", "text": "He was an American actor, born in New York City in 1899."}
     film = {"title": "Casablanca", "text": "Directed by Michael Curtiz, with Humphrey Bogart."}
     pairs, question = [(0, 1), (0, 2), (1, 2)], "Who is older, Humphrey Bogart or Michael Curtiz?"
-    features = pair_features(question, [bogart, CURTIZ, film], dict.fromkeys(range(3), 0.0), pairs, "en")
+    log_odds, passages = dict.fromkeys(range(3), 0.0), [bogart, CURTIZ, film]
+    features = pair_features(question, passages, log_odds, no_matches(3), pairs, "en")
     assert features[:, 2].tolist() == [1.0, 1.0, 1.0] and features[:, 5].tolist() == [2, 1, 1]
     assert features[:, 4].eq(0).all()
+
+
+def no_matches(num_passages):
+    """Late-interaction scores of passages for a question without words."""
+    return dict.fromkeys(range(num_passages), torch.zeros(0))
+
+
+def test_pair_has_the_words_of_the_question():
+    """The pair is the two passages that together match the words of the question, not those that match most of it."""
+    head, passages = MultihopHead(3), ["One.", "Two.", "Three."]
+    head.pair.copy_(torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0]))
+    matches = {0: torch.tensor([1.0, 1.0, 0.0]), 1: torch.tensor([1.0, 1.0, 0.1]), 2: torch.tensor([0.0, 0.0, 1.0])}
+    assert best_pair(head, "Who?", passages, dict.fromkeys(range(3), 0.0), matches, "en") == [0, 2]
 
 
 def test_neutral_pair_is_top_ranked():
     """Before the head is fitted, the pair is the two passages with the highest log-odds."""
     head, passages = MultihopHead(3), ["One.", "Two.", "Three.", "Four."]
-    assert best_pair(head, "Who?", passages, {0: -1.0, 1: 3.0, 2: 0.5, 3: 2.0}, "en") == [1, 3]
+    assert best_pair(head, "Who?", passages, {0: -1.0, 1: 3.0, 2: 0.5, 3: 2.0}, no_matches(4), "en") == [1, 3]
 
 
 def test_names_lead_to_the_pair():
     """The pair is the two passages linked by names, in any order of the passages."""
     head = MultihopHead(3)
-    head.pair.copy_(torch.tensor([0.1, 1.0, 1.0, 1.0, 1.0, 1.0]))
+    head.pair.copy_(torch.tensor([0.1, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0]))
     for order in itertools.permutations([FILM, CURTIZ, ROME]):
-        pair = best_pair(head, ASKED, order, {0: 1.0, 1: 1.0, 2: 1.0}, "en")
+        pair = best_pair(head, ASKED, order, {0: 1.0, 1: 1.0, 2: 1.0}, no_matches(3), "en")
         assert {order[number]["title"] for number in pair} == {FILM["title"], CURTIZ["title"]}
 
 
 def test_copies_are_no_pair():
     """Of passages with equal text only the top-ranked one can be in a pair."""
-    head, copy = MultihopHead(3), {**FILM, "text": FILM["text"] + " "}
-    head.pair.copy_(torch.tensor([0.5, 1.0, 1.0, 1.0, 1.0, 1.0]))
-    assert best_pair(head, ASKED, [FILM, copy, CURTIZ, ROME], {0: 1.0, 1: 2.0, 2: 0.0, 3: -1.0}, "en") == [1, 2]
-    assert best_pair(head, ASKED, [FILM, copy], {0: 1.0, 1: 2.0}, "en") == [1]
+    copy = {**FILM, "text": FILM["text"] + " "}
+    assert combined_passages([FILM, copy, CURTIZ, ROME], {0: 1.0, 1: 2.0, 2: 0.0, 3: -1.0}) == [1, 2, 3]
+    assert combined_passages([FILM, copy], {0: 1.0, 1: 2.0}) == [1]
+    assert best_pair(MultihopHead(3), ASKED, [FILM, copy], {0: 1.0, 1: 2.0}, {1: torch.zeros(0)}, "en") == [1]
 
 
 def test_pairs_are_ranked_exactly():
     """Close scores are ranked correctly under autocast, and if the head is in bfloat16."""
     head, odds = MultihopHead(3).to(torch.bfloat16), {0: 10.0, 1: 10.02, 2: 10.03}
     with torch.autocast("cpu", torch.bfloat16):
-        assert best_pair(head, "Who?", ["One.", "Two.", "Three."], odds, "en") == [1, 2]
+        assert best_pair(head, "Who?", ["One.", "Two.", "Three."], odds, no_matches(3), "en") == [1, 2]
 
 
 def test_long_titles_are_read_fast():
@@ -163,9 +191,7 @@ def test_long_titles_are_read_fast():
 def test_few_passages_are_combined(monkeypatch):
     """If there are very many passages, only the top-ranked ones can form a pair."""
     monkeypatch.setattr(multihop_arcaligner, "MAX_COMBINED", 2)
-    head = MultihopHead(3)
-    head.pair.copy_(torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 1.0]))
-    assert best_pair(head, ASKED, [FILM, CURTIZ, ROME], {0: 1.0, 1: -1.0, 2: 0.0}, "en") == [0, 2]
+    assert combined_passages([FILM, CURTIZ, ROME], {0: 1.0, 1: -1.0, 2: 0.0}) == [0, 2]
 
 
 # How many passages a question gets
@@ -181,7 +207,7 @@ def test_multihop_question_gets_two(answerer, is_found, expected):
 def test_pair_is_selected(answerer):
     """The pair is selected from all passages, and the prompt has these two."""
     head, passages = answerer.model.multihop_head, [ROME, CURTIZ, "Nobody read it.", FILM]
-    head.pair.copy_(torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 1.0]))
+    head.pair.copy_(torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0]))
     (selection,) = answerer.select([ASKED], [passages])
     assert selection.numbers == [1, 3] and sorted(selection.scores) == [0, 1, 2, 3]
     (ids,) = answerer.cache.prepare_batch(selection.batch)["input_ids"]
@@ -193,7 +219,7 @@ def test_pair_comes_first(answerer):
     """With a `max_passages` of several, the pair is among them, and attention to the others has a bias. The pair alone,
     and copies of one passage, have none."""
     head, passages = answerer.model.multihop_head, [ROME, CURTIZ, "Nobody read it.", FILM]
-    head.pair.copy_(torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 1.0]))
+    head.pair.copy_(torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0]))
     for most, expected in ((2, None), (4, [-1.0, 0.0, -1.0, 0.0])):
         (selection,) = answerer.select([ASKED], [passages], most)
         assert {1, 3} <= set(selection.numbers) and len(selection.numbers) == most
@@ -213,13 +239,29 @@ def test_questions_get_different_numbers(answerer):
     assert selections == [selected(answerer, [question], [PASSAGES])[0] for question in (QUESTION, "When?", QUESTION)]
 
 
+def test_question_of_two_passages_gets_both(answerer):
+    """A question gets one passage or two depending on what the second one adds to the words of the first, even if the
+    late interaction does not rank passages."""
+    question, passages = "Which mill ground while Ada wrote?", ["The mill ground.", "Ada wrote it.", "It is new."]
+    gain = match_gain(word_matches(answerer.processor, question, passages))
+    assert gain > 0
+    answerer.model.config.match_weight = 0.0
+    head = answerer.model.multihop_head
+    head.weight[-1] = 1.0
+    for bias, expected in ((-gain + 0.01, 2), (-gain - 0.01, 1)):
+        head.bias.fill_(bias)
+        assert len(selected(answerer, [question], [passages])[0]) == expected
+    head.bias.fill_(-1e-6)
+    assert len(selected(answerer, [question], [["The mill ground.", "the mill ground."]])[0]) == 1  # nothing is added
+
+
 def test_answerable_question_gets_one(answerer):
     """A question gets one passage or two depending on the answerability of the top-ranked one."""
     (scores,) = answerer.score([QUESTION], [PASSAGES])
     best = max(scores.values(), key=lambda score: score.log_odds)
     odds = math.log(best.answerability / (1 - best.answerability))
     head = answerer.model.multihop_head
-    head.weight[-1] = -1.0
+    head.weight[-2] = -1.0
     for bias, expected in ((odds + 0.01, 2), (odds - 0.01, 1)):
         head.bias.fill_(bias)
         assert len(selected(answerer, [QUESTION], [PASSAGES])[0]) == expected
@@ -374,7 +416,7 @@ def test_answerability_is_required():
 def test_new_answerability_head_removes_it():
     """A new answerability head removes the multi-hop head, which was fitted to the former one."""
     model = tiny_aligner("llama", answerability_layers=[0], use_multihop_head=True)
-    assert model.multihop_head.weight.eq(0).all() and model.multihop_head.pair.tolist() == [1, 0, 0, 0, 0, 0]
+    assert model.multihop_head.weight.eq(0).all() and model.multihop_head.pair.tolist() == [1, 0, 0, 0, 0, 0, 0, 0]
     model.set_answerability_layers([1])
     assert model.multihop_head is None and model.config.use_multihop_head is False
 

@@ -14,9 +14,9 @@ from arcaligner.answering_arcaligner import (
     Answerer,
     ScoredPassage,
     clear_text_caches,
-    matches_of,
     maxsim_score,
     similarities_of,
+    word_matches,
 )
 from arcaligner.encoder_arcaligner import SlotEncoder
 from arcaligner.kv_cache_arcaligner import PassageCache, prefill_passages
@@ -269,7 +269,7 @@ def test_few_passages_are_scored(ask_independent, monkeypatch, limit, num_scored
 def test_late_interaction_ranks(ask_independent, monkeypatch):
     """With a large `match_weight`, the passage whose words are most similar to the question's is scored and used."""
     answerer, processor = ask_independent.answerer, ask_independent.processor
-    matches = matches_of(processor, QUESTION, MANY)
+    matches = word_matches(processor, QUESTION, MANY).mean(dim=1).tolist()
     clear_text_caches()
     alone = [maxsim_score(processor, QUESTION, [passage]) for passage in MANY]
     assert matches == pytest.approx(alone, abs=1e-3)
@@ -296,7 +296,8 @@ def test_few_passages_are_matched(ask_independent, monkeypatch):
     monkeypatch.setattr(answerer.model.config, "match_weight", 1.0)
     similar = similarities_of(processor.encoder, QUESTION, MANY)
     nearest = sorted(range(len(MANY)), key=similar.__getitem__, reverse=True)[:2]
-    expected = dict(zip(nearest, matches_of(processor, QUESTION, [MANY[number] for number in nearest]), strict=True))
+    matches = [maxsim_score(processor, QUESTION, [MANY[number]]) for number in nearest]
+    expected = dict(zip(nearest, matches, strict=True))
     expected = {number: expected.get(number, min(expected.values())) for number in range(len(MANY))}
     (scores,) = answerer.score([QUESTION], [MANY])
     assert {number: passage.match for number, passage in scores.items()} == pytest.approx(expected, abs=1e-3)
@@ -308,15 +309,16 @@ def test_copies_match_alike(ask_independent, monkeypatch):
     monkeypatch.setattr(answering_arcaligner, "MATCHED_PASSAGES", 3)
     passages = [MANY[1], MANY[1], "...", MANY[2], MANY[1]]
     similarities = [dict(enumerate([0.9, 0.8, 0.7, 0.6, 0.1]))]
-    matches = {MANY[1]: 0.75, MANY[2]: 0.5, "...": math.nan}
-    monkeypatch.setattr(answering_arcaligner, "maxsim_score", lambda _, question, documents: matches[documents[0]])
+    matches = {MANY[1]: [0.75, 0.75], MANY[2]: [0.5, 0.5], "...": [math.nan, math.nan]}
+    of_documents = mock.Mock(side_effect=lambda _, question, texts: torch.tensor([matches[text] for text in texts]))
+    monkeypatch.setattr(answering_arcaligner, "word_matches", of_documents)
     (scores,) = answerer.score([QUESTION], [passages], similarities=similarities)
     assert [passage.match for passage in scores.values()] == [0.75, 0.75, 0.5, 0.5, 0.75]
 
 
 def test_no_weight_no_late_interaction(ask_independent, monkeypatch):
     monkeypatch.setattr(ask_independent.model.config, "match_weight", 0.0)
-    monkeypatch.setattr(answering_arcaligner, "matches_of", None)  # not called
+    monkeypatch.setattr(answering_arcaligner, "word_matches", None)  # not called
     (scores,) = ask_independent.answerer.score([QUESTION], [MANY])
     assert {passage.match for passage in scores.values()} == {0.0}
 

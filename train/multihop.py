@@ -7,8 +7,9 @@ question needs several. This head finds the questions that need several, such as
 recipe's data, and the two passages that they need.
 
 - *Which questions*: A logistic regression separates the questions of the training articles by their embeddings and
-  their numbers of words. A second one combines its result with the answerability of the top-ranked passage. It is
-  fitted on questions of half of the held-out articles, whose passages are mixed with the nearest others. Both
+  their numbers of words. A second one combines its result with the answerability of the top-ranked passage, and with
+  the gain of late interaction from a second passage (`match_gain`). It is fitted on questions of half of the held-out
+  articles, whose passages are mixed with the nearest others. Both
   regressions weight the two kinds of questions equally. The offset then assumes that a quarter of a user's questions
   are multi-hop questions: if few are, a second passage costs more where it is not needed than it gains where it is.
 - *Which two*: Questions of the same half that need two passages get these among the nearest others, ten in all. A
@@ -34,11 +35,11 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from tqdm.auto import tqdm
 
-from ..answering_arcaligner import Answerer, ScoredPassage, question_features, top_odds
+from ..answering_arcaligner import Answerer, ScoredPassage, question_features, top_odds, word_matches
 from ..common.files import run_command
 from ..common.rows import Row
 from ..modeling_arcaligner import ArcAlignerForCausalLM, MultihopHead
-from ..multihop_arcaligner import pair_features
+from ..multihop_arcaligner import match_gain, pair_features
 from ..processing_arcaligner import ArcAlignerProcessor
 from .distractors import needed_and_others
 from .num_passages import CACHE_BYTES, FITTED, mixed_rows
@@ -48,6 +49,7 @@ from .validate import ALIGNER_HELP, RECIPE_HELP, load_mean, question_rows, read_
 BATCH = 64  # questions that are encoded together
 SCORED = 8  # questions whose passages are scored together
 STRENGTH = 1.0  # inverse regularization, scikit-learn's default
+GAIN_UNITS = 10.0  # a gain is small, and regularization would give it too small a weight
 PAIRS_AMONG = 10  # passages, from which the needed pair has to be selected
 FOLDS = 5  # of cross-validation
 MULTIHOP_SHARE = 0.25  # of the questions that users ask; it is not measured
@@ -67,6 +69,12 @@ def features_of(processor: ArcAlignerProcessor, rows: list[Row]) -> np.ndarray:
     return np.concatenate(features)
 
 
+def gains_of(processor: ArcAlignerProcessor, rows: list[Row]) -> np.ndarray:
+    """The `match_gain` of each row's passages, (rows,)."""
+    progress = tqdm(rows, desc="comparing words", leave=False)
+    return np.array([match_gain(word_matches(processor, row["question"], row["passages"])) for row in progress])
+
+
 @torch.inference_mode()
 def score_rows(
     model: ArcAlignerForCausalLM, processor: ArcAlignerProcessor, rows: list[Row]
@@ -82,16 +90,18 @@ def score_rows(
 def fit_questions(
     processor: ArcAlignerProcessor, rows: list[Row], held_out: list[Row], odds: np.ndarray
 ) -> tuple[np.ndarray, float, dict[str, float]]:
-    """Weights (d_r + 2,) and bias for whether a question needs several passages. The wording is fitted to training
-    `rows`; its weight and that of `odds` are fitted to `held_out` rows. Also how well they separate the held-out rows,
-    by cross-validation of the second fit."""
+    """Weights (d_r + 3,) and bias for whether a question needs several passages. The wording is fitted to training
+    `rows`; its weight and those of `odds` and of the passages' `match_gain` are fitted to `held_out` rows. Also how
+    well they separate the held-out rows, by cross-validation of the second fit."""
     several, held_out_several = (np.array([needs_several(row) for row in part]) for part in (rows, held_out))
     wording = LogisticRegression(C=STRENGTH, class_weight="balanced", max_iter=5000)
     wording.fit(features_of(processor, rows), several)
-    evidence = np.stack([wording.decision_function(features_of(processor, held_out)), odds], axis=1)  # (held_out, 2)
-    both = LogisticRegression(C=STRENGTH, class_weight="balanced")
-    predicted = cross_val_predict(both, evidence, held_out_several, cv=FOLDS, method="decision_function")
-    scale, weight = both.fit(evidence, held_out_several).coef_[0]
+    gains = GAIN_UNITS * gains_of(processor, held_out)
+    evidence = [wording.decision_function(features_of(processor, held_out)), odds, gains]
+    evidence = np.stack(evidence, axis=1)  # (held_out, 3)
+    combined = LogisticRegression(C=STRENGTH, class_weight="balanced")
+    predicted = cross_val_predict(combined, evidence, held_out_several, cv=FOLDS, method="decision_function")
+    scale, of_odds, of_gain = combined.fit(evidence, held_out_several).coef_[0]
     needed = math.log((1 - MULTIHOP_SHARE) / MULTIHOP_SHARE)  # log-odds, where both kinds are weighted equally
     is_found = predicted > needed
     measured = {
@@ -100,22 +110,24 @@ def fit_questions(
         "multi-hop questions that were recognized, %": 100 * is_found[held_out_several].mean(),
         "other questions that were taken for multi-hop questions, %": 100 * is_found[~held_out_several].mean(),
     }
-    bias = float(scale * wording.intercept_[0] + both.intercept_[0]) - needed
-    return np.append(scale * wording.coef_[0], weight), bias, measured
+    bias = float(scale * wording.intercept_[0] + combined.intercept_[0]) - needed
+    return np.append(scale * wording.coef_[0], [of_odds, GAIN_UNITS * of_gain]), bias, measured
 
 
 def fit_pairs(
     processor: ArcAlignerProcessor, rows: list[Row], scores: list[dict[int, ScoredPassage]]
 ) -> tuple[np.ndarray, dict[str, float]]:
-    """Weights (6,) of the features of a pair of passages, fitted to rows that need two. Also the share of rows whose
+    """Weights (8,) of the features of a pair of passages, fitted to rows that need two. Also the share of rows whose
     pair ranks first: by cross-validation, with and without titles, and by the log-odds alone."""
     features, is_needed, groups = [], [], []
     half = len(rows)  # the rows, then the same without titles
     untitled = [row | {"passages": [passage["text"] for passage in row["passages"]]} for row in rows]
     for number, (row, row_scores) in enumerate(zip([*rows, *untitled], scores * 2, strict=True)):
         pairs = [*itertools.combinations(sorted(row_scores), 2)]
+        question, passages = row["question"], row["passages"]
         odds = {number_of_passage: score.pair_odds for number_of_passage, score in row_scores.items()}
-        features.append(pair_features(row["question"], row["passages"], odds, pairs, processor.spacy_model).numpy())
+        matches = dict(enumerate(word_matches(processor, question, passages)))
+        features.append(pair_features(question, passages, odds, matches, pairs, processor.spacy_model).numpy())
         is_needed += [[*pair] == row["gold"] for pair in pairs]
         groups += [number] * len(pairs)
     features, is_needed, groups = np.concatenate(features), np.array(is_needed), np.array(groups)

@@ -21,29 +21,58 @@ _WORD = re.compile(r"\w+")
 _IN_BRACKETS = re.compile(r"\([^()]*\)")  # "Casablanca (film)"
 
 
+def match_gain(word_matches: torch.Tensor) -> float:
+    """By how much the late-interaction score of two passages together is higher than that of one, both the best ones.
+    For a multi-hop question it is large, because each passage has only a part of its words.
+
+    Args:
+        word_matches (`torch.Tensor` of shape `(num_passages, num_words)`): Late-interaction scores of the question's
+            words; NaN for a passage without words.
+
+    >>> round(match_gain(torch.tensor([[1.0, 0.5], [0.0, 1.0], [0.5, 0.5]])), 3)
+    0.25
+    """
+    matches = word_matches[~word_matches.isnan().any(dim=1)]
+    if not matches.numel():
+        return 0.0
+    together = torch.maximum(matches[:, None], matches).mean(dim=2)  # (num_passages, num_passages)
+    return float(together.amax() - matches.mean(dim=1).amax())
+
+
+def combined_passages(passages: Sequence[str | dict], log_odds: dict[int, float]) -> list[int]:
+    """The numbers of the passages that can form a pair, in order: the top-ranked ones with different texts, at most
+    `MAX_COMBINED`. `log_odds` are the scores of passages (`ScoredPassage.pair_odds`), by the number of the passage."""
+    unique = {}  # two copies of a passage are no pair
+    for number in sorted(log_odds, key=log_odds.__getitem__, reverse=True):
+        text = f"{title_of(passages[number]) or ''} {text_of(passages[number], number)}"
+        unique.setdefault(" ".join(text.split()), number)
+    return sorted([*unique.values()][:MAX_COMBINED])
+
+
 def best_pair(
-    head, question: str, passages: Sequence[str | dict], log_odds: dict[int, float], spacy_model: str
+    head,
+    question: str,
+    passages: Sequence[str | dict],
+    log_odds: dict[int, float],
+    word_matches: dict[int, torch.Tensor],
+    spacy_model: str,
 ) -> list[int]:
-    """The numbers of the two passages that a question most likely needs, in order. If all texts are equal, only one
-    number.
+    """The numbers of the two passages that a question most likely needs, in order. If there is only one passage, its
+    number alone.
 
     Args:
         head ([`MultihopHead`]): Of the aligner.
         question (`str`): The question.
         passages (`Sequence[str | dict]`): The passages, as for the processor.
         log_odds (`dict[int, float]`): The scores of passages (`ScoredPassage.pair_odds`), by the number of the passage.
-            Passages without a score are not selected.
+        word_matches (`dict[int, torch.Tensor]`): The late-interaction scores of the question's words (num_words,), by
+            the number of the passage (`word_matches`). Only passages that have them are selected.
         spacy_model (`str`): The processor's spaCy pipeline, for the stop words.
     """
-    unique = {}  # two copies of a passage are no pair
-    for number in sorted(log_odds, key=log_odds.__getitem__, reverse=True):
-        text = f"{title_of(passages[number]) or ''} {text_of(passages[number], number)}"
-        unique.setdefault(" ".join(text.split()), number)
-    ranked = sorted([*unique.values()][:MAX_COMBINED])
-    if len(ranked) < 2:
-        return ranked
-    pairs = [*itertools.combinations(ranked, 2)]
-    features = pair_features(question, passages, log_odds, pairs, spacy_model)
+    if len(word_matches) < 2:
+        return [*word_matches]
+    pairs = [*itertools.combinations(sorted(word_matches), 2)]
+    features = pair_features(question, passages, log_odds, word_matches, pairs, spacy_model)
     return [*pairs[int(head.pair_logits(features).argmax())]]
 
 
@@ -87,10 +116,11 @@ def pair_features(
     question: str,
     passages: Sequence[str | dict],
     log_odds: dict[int, float],
+    word_matches: dict[int, torch.Tensor],
     pairs: Sequence[tuple[int, int]],
     spacy_model: str,
 ) -> torch.Tensor:
-    """The features of pairs of passages (len(pairs), 6).
+    """The features of pairs of passages (len(pairs), 8). Arguments as for `best_pair`.
 
     1. The sum of both log-odds.
     2. The share of the question's words that both passages together have.
@@ -100,12 +130,17 @@ def pair_features(
     5. The larger of two shares, each of all words of a title: those that the other passage has, but neither its title
        nor the question.
     6. The sum of the shares of both titles that are in the question.
+    7. The late-interaction score of both passages together: the mean over the question's words of the higher of two
+       scores.
+    8. The sum of the late-interaction scores of both passages.
     """
     common = stop_words(spacy_model)
     question_words = words_of(question, common)
     question_names = names_of(" ".join(question.split()[1:]), common)  # the first word has a capital anyway
     numbers = {number for pair in pairs for number in pair}
     words = {number: PassageWords.of(passages[number], common) for number in numbers}
+    # A passage without words has NaN.
+    matches = {number: word_matches[number].double().nan_to_num(0.0) for number in numbers}
     features = []
     for one, two in pairs:
         first, second = words[one], words[two]
@@ -121,10 +156,16 @@ def pair_features(
                     _share((second.title & first.all) - first.title - question_words, second.title),
                 ),
                 _share(first.title & question_words, first.title) + _share(second.title & question_words, second.title),
+                _mean(torch.maximum(matches[one], matches[two])),
+                _mean(matches[one]) + _mean(matches[two]),
             )
         )
-    return torch.tensor(features, dtype=torch.float64, device="cpu").view(len(pairs), 6)
+    return torch.tensor(features, dtype=torch.float64, device="cpu").view(len(pairs), 8)
 
 
 def _share(part: frozenset[str], whole: frozenset[str]) -> float:
     return len(part) / max(len(whole), 1)
+
+
+def _mean(values: torch.Tensor) -> float:
+    return float(values.sum()) / max(len(values), 1)  # a question may have no words

@@ -18,7 +18,7 @@ from .configuration_arcaligner import is_number
 from .encoder_arcaligner import PrecomputedSlots
 from .kv_cache_arcaligner import QuestionBatch, in_chunks
 from .modeling_arcaligner import PrefillOutputs
-from .multihop_arcaligner import best_pair
+from .multihop_arcaligner import best_pair, combined_passages, match_gain
 from .pointer_arcaligner import Pointer
 from .segmentation_arcaligner import (
     Segment,
@@ -309,12 +309,12 @@ class Answerer:
         questions, documents, similarities = (
             values and [values[index] for index in indices] for values in (questions, documents, similarities)
         )
-        batch, unscored = self._make_batch(questions, documents, similarities, **kwargs)
+        batch, unscored, gains = self._make_batch(questions, documents, similarities, **kwargs)
         scoring = _Scoring(self, batch, unscored, slots_of)
         selected = self._select_top(scoring, [limit or self.max_passages for limit in limits])
         is_multihop = [
-            limit != 1 and self.is_multihop(question, scores)
-            for limit, question, scores in zip(limits, questions, scoring.scores, strict=True)
+            limit != 1 and self.is_multihop(question, scores, gain)
+            for limit, question, scores, gain in zip(limits, questions, scoring.scores, gains, strict=True)
         ]
         pairs = [[]] * len(indices)
         if any(is_multihop):
@@ -355,17 +355,22 @@ class Answerer:
         head, spacy_model = self.model.multihop_head, self.processor.spacy_model
         pairs = [[] for _ in questions]
         for index in (index for index, needed in enumerate(is_multihop) if needed):
-            (text,) = _search_texts(questions[index], [])
+            passages, (text,) = documents[index], _search_texts(questions[index], [])
             odds = {number: passage.pair_odds for number, passage in scoring.scores[index].items()}
-            pairs[index] = best_pair(head, text, documents[index], odds, spacy_model)
+            numbers = combined_passages(passages, odds)
+            matches = self._match_words(text, [passages[number] for number in numbers], scoring.batch.turn)
+            matches = dict(zip(numbers, matches, strict=True))
+            pairs[index] = best_pair(head, text, passages, odds, matches, spacy_model)
         return pairs
 
-    def is_multihop(self, question: str | list[dict], scores: dict[int, ScoredPassage]) -> bool:
-        """Whether a question, given the scores that select one passage, needs two passages more likely than not."""
+    def is_multihop(self, question: str | list[dict], scores: dict[int, ScoredPassage], gain: float) -> bool:
+        """Whether a question, given the scores that select one passage and the [`match_gain`] of its passages, needs
+        two passages more likely than not."""
         head = self.model.multihop_head
         if head is None or not scores:
             return False
-        features = (*question_features(self.processor.encoder, [question]), top_odds([scores]))
+        gains = torch.tensor([gain], device="cpu")
+        features = (*question_features(self.processor.encoder, [question]), top_odds([scores]), gains)
         return bool(head(*(feature.to(head.weight) for feature in features)) > 0)
 
     def score(
@@ -388,16 +393,18 @@ class Answerer:
         Returns:
             For each question its scores by the number of the passage; a passage without text has none.
         """
-        return self._score(*self._make_batch(questions, documents, similarities, **kwargs))
+        batch, unscored, _ = self._make_batch(questions, documents, similarities, **kwargs)
+        return self._score(batch, unscored)
 
     def _make_batch(
         self, questions: list, documents: list[list] | None, similarities: Similarities | None, **kwargs: Any
-    ) -> tuple[QuestionBatch, list[dict[int, ScoredPassage]]]:
-        """The result of `PassageCache.make_batch` and, for each question, its passages before they are scored: with the
-        highest answerability that is assumed."""
+    ) -> tuple[QuestionBatch, list[dict[int, ScoredPassage]], list[float]]:
+        """The result of `PassageCache.make_batch` and, for each question, its passages before they are scored, with the
+        highest answerability that is assumed, and their [`match_gain`] (0 if it is not needed or there are no
+        texts)."""
         self.check_can_score("Scoring passages")
         batch, config = self.cache.make_batch(questions, documents, **kwargs), self.model.config
-        weights, unscored = (config.similarity_weight, config.match_weight), []
+        weights, unscored, gains = (config.similarity_weight, config.match_weight), [], []
         for index, (question, prompt) in enumerate(zip(questions, batch.questions, strict=True)):
             texts = prompt.texts if documents is not None else {}
             if similarities is not None:
@@ -406,11 +413,12 @@ class Answerer:
                 cosines = dict.fromkeys(prompt.passage_numbers, 0.0)
                 found = similarities_of(self.processor.encoder, question, [*texts.values()])
                 cosines |= dict(zip(texts, found, strict=True))
-            matches = dict.fromkeys(cosines, 0.0)
-            if config.match_weight and texts:
+            matches, gain = dict.fromkeys(cosines, 0.0), 0.0
+            if texts and (config.match_weight or self.model.multihop_head is not None):
                 nearest = {number: texts[number] for number in sorted(texts, key=cosines.__getitem__, reverse=True)}
-                found = self._match(question, nearest, batch.turn)
+                found, gain = self._match(question, nearest, batch.turn)
                 matches = dict.fromkeys(cosines, min(found.values())) | found
+            gains.append(gain)
             unscored.append(
                 {
                     number: ScoredPassage(
@@ -419,23 +427,31 @@ class Answerer:
                     for number, cosine in cosines.items()
                 }
             )
-        return batch, unscored
+        return batch, unscored, gains
 
-    def _match(self, question: str | list[dict], passages: Mapping[int, str | dict], turn: Any) -> dict[int, float]:
-        """The late-interaction score of passages, by their numbers, the most similar one first. Of the different texts,
-        only the first `MATCHED_PASSAGES` are compared. Others, and those without words, are assumed to match no better
-        than the worst of these."""
+    def _match(
+        self, question: str | list[dict], passages: Mapping[int, str | dict], turn: Any
+    ) -> tuple[dict[int, float], float]:
+        """The late-interaction scores of passages, by their numbers, the most similar one first, and their
+        [`match_gain`]. Of the different texts, only the first `MATCHED_PASSAGES` are compared. Others, and those
+        without words, are assumed to match no better than the worst of these."""
         copies: dict[str, list[int]] = {}  # numbers of the passages with the same text
         texts = _search_texts(question, [*passages.values()])[1:]
         for number, text in zip(passages, texts, strict=True):
             copies.setdefault(text, []).append(number)
-        compared, found = [numbers[0] for numbers in copies.values()][:MATCHED_PASSAGES], []
-        for part in in_chunks(len(compared), self.processor.passage_tokens, turn):
-            found += matches_of(self.processor, question, [passages[number] for number in compared[part]])
+        compared = [passages[numbers[0]] for numbers in copies.values()][:MATCHED_PASSAGES]
+        matches = self._match_words(question, compared, turn)
+        found = matches.mean(dim=1).tolist()
         lowest = min((score for score in found if not math.isnan(score)), default=0.0)
         scores = [lowest if math.isnan(score) else score for score in found]
         scores += [lowest] * (len(copies) - len(scores))
-        return {number: score for numbers, score in zip(copies.values(), scores, strict=True) for number in numbers}
+        of_copies = zip(copies.values(), scores, strict=True)
+        return {number: score for numbers, score in of_copies for number in numbers}, match_gain(matches)
+
+    def _match_words(self, question: str | list[dict], passages: Sequence[str | dict], turn: Any) -> torch.Tensor:
+        """[`word_matches`], and other threads get their turn in between."""
+        parts = in_chunks(len(passages), self.processor.passage_tokens, turn)
+        return torch.cat([word_matches(self.processor, question, passages[part]) for part in parts])
 
     @torch.no_grad()
     def _score(
@@ -716,31 +732,36 @@ def question_features(encoder, questions: Sequence[str | list[dict]]) -> tuple[t
     return torch.stack([*vectors]), torch.tensor([float(len(text.split())) for text in texts])
 
 
-def maxsim_score(processor, question: str | list[dict], documents: Sequence[str | dict]) -> float:
-    """Late-interaction (MaxSim) score of passages for a question (of a chat, the last one). Each word of the question,
-    except stop words unless there are no others, gets its highest cosine with a word of the passages; the score is the
-    mean. NaN if the question or the passages have no words."""
+def word_matches(processor, question: str | list[dict], documents: Sequence[str | dict]) -> torch.Tensor:
+    """Late interaction: for each passage, the highest cosine of each word of a question (of a chat, the last one) with
+    a word of the passage, (num_passages, num_words), on the CPU. Stop words of the question are left out, unless there
+    are no others. NaN for a passage without words."""
     query, *texts = _search_texts(question, documents)
-    texts = [text for text, passage in zip(texts, documents, strict=True) if text_of(passage, 0).strip()]
     encoder = processor.encoder.untrained
-    spans = [span for text in texts for span in encoder.split(text)]
-    (words, states), *others = of_texts(_WORDS, encoder, [query, *spans], encoder.encode_words, max_cached=256)
-    nearest = [(states.float() @ other.float().T).amax(dim=1) for _, other in others if len(other)]  # each (words,)
-    if not words or not nearest:
-        return math.nan
+    spans = [
+        encoder.split(text) if text_of(passage, 0).strip() else []
+        for text, passage in zip(texts, documents, strict=True)
+    ]
+    parts = [part for of_passage in spans for part in of_passage]
+    (words, states), *others = of_texts(_WORDS, encoder, [query, *parts], encoder.encode_words, max_cached=256)
     words, common = [word.strip().lower() for word in words], stop_words(processor.spacy_model)
-    highest = torch.stack(nearest).amax(dim=0)  # (words,)
-    is_counted = [any(map(str.isalnum, word)) and word not in common for word in words]
-    is_counted = torch.tensor(is_counted, device=highest.device)  # (words,)
-    return float((highest[is_counted] if is_counted.any() else highest).mean())
+    counted = [index for index, word in enumerate(words) if any(map(str.isalnum, word)) and word not in common]
+    states, remaining = (states[counted] if counted else states).float(), iter(others)
+    matches = states.new_full((len(documents), len(states)), math.nan)
+    for row, of_passage in zip(matches, spans, strict=True):
+        found = [states @ next(remaining)[1].float().T for _ in of_passage]  # each (num_words, words of the part)
+        if sum(cosines.shape[1] for cosines in found):
+            row.copy_(torch.cat(found, dim=1).amax(dim=1))
+    return matches
 
 
-def matches_of(processor, question: str | list[dict], documents: Sequence[str | dict]) -> list[float]:
-    """[`maxsim_score`] of each passage by itself. Passages are encoded together."""
-    encoder = processor.encoder.untrained
-    spans = [span for text in _search_texts(question, documents)[1:] for span in encoder.split(text)]
-    of_texts(_WORDS, encoder, spans, encoder.encode_words, max_cached=256)
-    return [maxsim_score(processor, question, [passage]) for passage in documents]
+def maxsim_score(processor, question: str | list[dict], documents: Sequence[str | dict]) -> float:
+    """Late-interaction (MaxSim) score of passages for a question (of a chat, the last one): the mean over the
+    question's words of their highest cosine with a word of the passages, by [`word_matches`]. NaN if the question or
+    the passages have no words."""
+    matches = word_matches(processor, question, documents)
+    matches = matches[~matches.isnan().any(dim=1)]
+    return float(matches.amax(dim=0).mean()) if matches.numel() else math.nan
 
 
 def of_texts(

@@ -1256,7 +1256,7 @@ class AnswerabilityHead(nn.Module):
         return torch.where(scores.isnan(), logits, scale * logits + weight * scores + bias)
 
 
-NEUTRAL_PAIR = (1.0, 0.0, 0.0, 0.0, 0.0, 0.0)  # the weights of `pair_features` before they are fitted
+NEUTRAL_PAIR = (1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)  # the weights of `pair_features` before they are fitted
 
 
 class MultihopHead(nn.Module):
@@ -1270,16 +1270,22 @@ class MultihopHead(nn.Module):
     def __init__(self, encoder_hidden_size: int):
         super().__init__()
         # Buffers for the same reasons as in the answerability head.
-        self.register_buffer("weight", torch.zeros(encoder_hidden_size + 2, dtype=torch.float32))
+        self.register_buffer("weight", torch.zeros(encoder_hidden_size + 3, dtype=torch.float32))
         self.register_buffer("bias", torch.zeros((), dtype=torch.float32))
         self.register_buffer("pair", torch.tensor(NEUTRAL_PAIR, dtype=torch.float32))
 
     def forward(
-        self, question_embeds: torch.Tensor, num_words: torch.Tensor, answerability_logits: torch.Tensor
+        self,
+        question_embeds: torch.Tensor,
+        num_words: torch.Tensor,
+        answerability_logits: torch.Tensor,
+        match_gains: torch.Tensor,
     ) -> torch.Tensor:
-        """Embeddings of questions from the search encoder (batch, d_r), their numbers of words (batch,) and the
-        answerability of their top-ranked passages, by `top_odds` (batch,), to log-odds (batch,)."""
-        features = torch.cat([self.wording(question_embeds, num_words), answerability_logits[:, None]], dim=1)
+        """Embeddings of questions from the search encoder (batch, d_r), their numbers of words (batch,), the
+        answerability of their top-ranked passages, by `top_odds` (batch,), and the `match_gain` of their passages
+        (batch,) to log-odds (batch,)."""
+        evidence = torch.stack([answerability_logits, match_gains], dim=1)  # (batch, 2)
+        features = torch.cat([self.wording(question_embeds, num_words), evidence], dim=1)
         with torch.autocast(features.device.type, enabled=False):
             return features.to(self.weight) @ self.weight + self.bias
 
@@ -1289,7 +1295,7 @@ class MultihopHead(nn.Module):
         return torch.cat([question_embeds, num_words.clamp(min=1).log()[:, None]], dim=1)
 
     def pair_logits(self, features: torch.Tensor) -> torch.Tensor:
-        """Features of pairs (pairs, 6), by `pair_features`, to log-odds (pairs,), up to a constant, in the dtype of the
+        """Features of pairs (pairs, 8), by `pair_features`, to log-odds (pairs,), up to a constant, in the dtype of the
         features."""
         with torch.autocast(features.device.type, enabled=False):
             return features @ self.pair.to(features)

@@ -11,12 +11,16 @@ from safetensors.torch import load_file
 from training_rows import article_rows, write_rows
 
 from arcaligner import ArcAlignerForCausalLM
-from arcaligner.answering_arcaligner import Answerer, select_top, top_odds
+from arcaligner.answering_arcaligner import Answerer, select_top, top_odds, word_matches
 from arcaligner.modeling_arcaligner import MultihopHead
 from arcaligner.multihop_arcaligner import best_pair
-from arcaligner.train.multihop import features_of, fit_multihop, fit_pairs, main, score_rows
+from arcaligner.train.multihop import features_of, fit_multihop, fit_pairs, gains_of, main, score_rows
 from arcaligner.train.num_passages import FITTED, mixed_rows
 from arcaligner.train.validate import read_recipe
+
+
+def matches_of(processor, row):
+    return dict(enumerate(word_matches(processor, row["question"], row["passages"])))
 
 
 @pytest.fixture
@@ -43,7 +47,8 @@ def test_head_separates_both_kinds(two_kinds, separate):
     rows = mixed_rows(recipe, 60, FITTED)
     several, features = np.array([row["needs"] == "several" for row in rows]), features_of(processor, rows)
     questions, odds = torch.from_numpy(features).float(), top_odds(score_rows(model, processor, rows)).float()
-    logits = model.multihop_head(questions[:, :-1], questions[:, -1].exp(), odds).numpy()
+    gains = torch.from_numpy(gains_of(processor, rows)).float()
+    logits = model.multihop_head(questions[:, :-1], questions[:, -1].exp(), odds, gains).numpy()
     assert 0 < several.sum() < len(several) and (logits > 0).tolist() == several.tolist()
     assert {value for name, value in measured.items() if name.startswith("AUROC")} == {1.0}
     assert measured["multi-hop questions that were recognized, %"] == 100.0
@@ -63,7 +68,7 @@ def test_needed_pair_is_found(two_kinds, separate):
     head.pair.copy_(torch.from_numpy(weights))
     odds = [{number: score.log_odds for number, score in row_scores.items()} for row_scores in scores]
     pairs = [
-        best_pair(head, row["question"], row["passages"], row_odds, "en")
+        best_pair(head, row["question"], row["passages"], row_odds, matches_of(processor, row), "en")
         for row, row_odds in zip(rows, odds, strict=True)
     ]
     assert sum(pair == row["gold"] for pair, row in zip(pairs, rows, strict=True)) > 0.9 * len(rows)
