@@ -309,7 +309,8 @@ class Answerer:
         questions, documents, similarities = (
             values and [values[index] for index in indices] for values in (questions, documents, similarities)
         )
-        batch, unscored, gains = self._make_batch(questions, documents, similarities, **kwargs)
+        has_gains = self.model.multihop_head is not None and any(limit != 1 for limit in limits)
+        batch, unscored, gains = self._make_batch(questions, documents, similarities, has_gains, **kwargs)
         scoring = _Scoring(self, batch, unscored, slots_of)
         selected = self._select_top(scoring, [limit or self.max_passages for limit in limits])
         is_multihop = [
@@ -397,11 +398,16 @@ class Answerer:
         return self._score(batch, unscored)
 
     def _make_batch(
-        self, questions: list, documents: list[list] | None, similarities: Similarities | None, **kwargs: Any
+        self,
+        questions: list,
+        documents: list[list] | None,
+        similarities: Similarities | None,
+        has_gains: bool = False,
+        **kwargs: Any,
     ) -> tuple[QuestionBatch, list[dict[int, ScoredPassage]], list[float]]:
         """The result of `PassageCache.make_batch` and, for each question, its passages before they are scored, with the
-        highest answerability that is assumed, and their [`match_gain`] (0 if it is not needed or there are no
-        texts)."""
+        highest answerability that is assumed, and their [`match_gain`]. Without `has_gains`, and for passages without
+        texts, the gain may be 0."""
         self.check_can_score("Scoring passages")
         batch, config = self.cache.make_batch(questions, documents, **kwargs), self.model.config
         weights, unscored, gains = (config.similarity_weight, config.match_weight), [], []
@@ -414,7 +420,7 @@ class Answerer:
                 found = similarities_of(self.processor.encoder, question, [*texts.values()])
                 cosines |= dict(zip(texts, found, strict=True))
             matches, gain = dict.fromkeys(cosines, 0.0), 0.0
-            if texts and (config.match_weight or self.model.multihop_head is not None):
+            if texts and (config.match_weight or has_gains):
                 nearest = {number: texts[number] for number in sorted(texts, key=cosines.__getitem__, reverse=True)}
                 found, gain = self._match(question, nearest, batch.turn)
                 matches = dict.fromkeys(cosines, min(found.values())) | found
