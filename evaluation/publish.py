@@ -430,8 +430,8 @@ def speed_table(latency: dict[str, Any], cached: dict[str, Any]) -> list[str]:
         "**Cached.** The keys and values of the passages were computed before the question. A passage has "
         f"{cached['tokens_per_passage']:.0f} tokens on average. Slots are cached for each passage separately, so any "
         "cached passages can be combined. The time of text is that of an ordinary prefix cache, which works only for "
-        "the same passages in the same order. If text is cached for each passage, which takes a model that was trained "
-        "for it, it is about as fast ([docs/speed.md](docs/speed.md#cached-passages)).",
+        "the same passages in the same order. Text can be cached for each passage, too, with a model that was trained "
+        "for it; its times are about those of the prefix cache ([docs/speed.md](docs/speed.md#cached-passages)).",
         f"**Two CPUs.** The two columns of times were measured on different CPUs ({latency['machine']['cpu']}; cached "
         f"passages: {cached['machine']['cpu']}). So compare times within a column only. On the second CPU, text that "
         f"is not cached takes {milliseconds(cached_sizes, 'text')} ms.",

@@ -51,8 +51,8 @@ DIFFERENCES_NOTE = (
 )
 POSITIONS_NOTE = (
     "The first number is the mean number of positions that the passages take in the prompt. The number after *x* is "
-    "the measured compression: the tokens of all passages of a question, also of those that are not used, divided by "
-    "these positions."
+    "the measured compression: the tokens of all passages of a question, divided by these positions. (ArcAligner's "
+    "README counts the passages that are used, so its compression of the default is lower.)"
 )
 PAPER_NOTE = (
     "The paper has another base model and other passages, so do not compare these numbers with ours. The paper's "
@@ -310,9 +310,9 @@ def _paper(numbers: dict, method: str) -> str | None:
 def footnote(results: dict) -> list[str]:
     """Lines on the questions and passages of each set, and on how the numbers were made."""
     note = (
-        "*Gold* passages are those that the data set gives for the answer. F1 and EM are in percent. EM is the share "
-        "of answers that contain a gold answer. Brackets contain 95 % bootstrap intervals over questions; those of "
-        "differences are paired: over the questions that both methods answered. The answers were generated on these "
+        "*Gold* passages are those that, according to the data set, a question needs. F1 and EM are in percent. EM is "
+        "the share of answers that contain a gold answer. Brackets contain 95 % bootstrap intervals over questions; "
+        "those of differences are paired: over the questions that both methods answered. The answers were generated on these "
         f"machines: {results['machine']}."
     )
     return [*sets_table(results["sets"]), "", *textwrap.wrap(note, 120)]

@@ -181,8 +181,8 @@ class Engine:
         for name in ("encoder_repetition_penalty", "encoder_no_repeat_ngram_size"):
             if (value := getattr(ask.model.generation_config, name)) not in (None, 0, 1.0):
                 raise ValueError(
-                    f"`{name}` in generation_config.json is {value!r}, which a server does not support, because the "
-                    "beginning of an answer would count as part of the prompt. Remove the field."
+                    f"`{name}` in generation_config.json is {value!r}, which a server does not support: it continues "
+                    "an answer step by step, and the tokens so far would count as the prompt. Remove the field."
                 )
         self.model, self.processor, self.retriever = ask.model, ask.processor, retriever
         precomputed = None if retriever is None else retriever.corpus.precomputed_folder
