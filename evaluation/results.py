@@ -312,8 +312,8 @@ def footnote(results: dict) -> list[str]:
     note = (
         "*Gold* passages are those that, according to the data set, a question needs. F1 and EM are in percent. EM is "
         "the share of answers that contain a gold answer. Brackets contain 95 % bootstrap intervals over questions; "
-        "those of differences are paired: over the questions that both methods answered. The answers were generated on these "
-        f"machines: {results['machine']}."
+        "those of differences are paired: over the questions that both methods answered. The answers were generated on "
+        f"these machines: {results['machine']}."
     )
     return [*sets_table(results["sets"]), "", *textwrap.wrap(note, 120)]
 

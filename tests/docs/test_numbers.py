@@ -83,7 +83,7 @@ TYPED = [
     ),
     (
         "README.md",
-        rf"after {NUMBER} ms from cached slots; .*? after {NUMBER} ms from text .*? it comes after {NUMBER} ms",
+        rf"after {NUMBER} ms from cached slots; .*? after {NUMBER} ms from text .*? of text is faster, {NUMBER} ms",
         [cached_ms(arm) for arm in ("slots_x2_top_ranked", "text", "text_same_set")],
     ),
     ("README.md", f"min_confidence={NUMBER}` .*? is below {NUMBER}", [THRESHOLD, THRESHOLD]),
