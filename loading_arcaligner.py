@@ -432,10 +432,16 @@ def check_weights(model, files: list[str], source: str, ignore_mismatched_sizes:
         )
     others = sorted(key for key in expected if saved[key] != expected[key])
     if others and not ignore_mismatched_sizes:
+        advice = "Load the checkpoint with the base model, encoder and LoRA rank that it was trained with."
+        if all(key.startswith("multihop_head.") for key in others):
+            advice = (
+                "The multi-hop head is of an earlier version. Load the checkpoint with `ignore_mismatched_sizes=True`, "
+                "save it, and fit the head again with `python -m arcaligner.train.multihop`."
+            )
         raise ValueError(
             f"Checkpoint {source} does not fit {described}: `{others[0]}` has shape {saved[others[0]]} in the "
-            f"checkpoint and {expected[others[0]]} in the model (weights with different shapes: {len(others)}). Load "
-            "the checkpoint with the base model, encoder and LoRA rank that it was trained with."
+            f"checkpoint and {expected[others[0]]} in the model (weights with different shapes: {len(others)}). "
+            f"{advice}"
         )
     strangers = sorted(key for key in shapes if not model.is_aligner_key(key))
     if strangers and not _includes_base_model(config, shapes):

@@ -141,6 +141,7 @@ def pair_features(
     words = {number: PassageWords.of(passages[number], common) for number in numbers}
     # A passage without words has NaN.
     matches = {number: word_matches[number].double().nan_to_num(0.0) for number in numbers}
+    scores = {number: _mean(values) for number, values in matches.items()}
     features = []
     for one, two in pairs:
         first, second = words[one], words[two]
@@ -157,7 +158,7 @@ def pair_features(
                 ),
                 _share(first.title & question_words, first.title) + _share(second.title & question_words, second.title),
                 _mean(torch.maximum(matches[one], matches[two])),
-                _mean(matches[one]) + _mean(matches[two]),
+                scores[one] + scores[two],
             )
         )
     return torch.tensor(features, dtype=torch.float64, device="cpu").view(len(pairs), 8)

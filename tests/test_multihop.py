@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from conftest import edit_json, pipeline_of
 from safetensors.torch import load_file, save_file
 from tiny_models import backbone_config, random_head, tiny_aligner
 
-from arcaligner import ArcAlignerConfig, ArcAlignerForCausalLM, multihop_arcaligner
+from arcaligner import ArcAlignerConfig, ArcAlignerForCausalLM, answering_arcaligner, multihop_arcaligner
 from arcaligner.answering_arcaligner import (
     Answerer,
     ScoredPassage,
@@ -255,6 +256,41 @@ def test_question_of_two_passages_gets_both(answerer):
     assert len(selected(answerer, [question], [["The mill ground.", "the mill ground."]])[0]) == 1  # nothing is added
 
 
+def test_gains_are_of_their_questions(answerer):
+    """In a batch each question has the gain of its own passages, and a limit of one passage prevents a second one."""
+    question, passages = "Which mill ground while Ada wrote?", ["The mill ground.", "Ada wrote it.", "It is new."]
+    alike = ["The mill ground.", "the mill ground."]
+    head = answerer.model.multihop_head
+    head.weight[-1] = 1.0
+    head.bias.fill_(-0.5 * match_gain(word_matches(answerer.processor, question, passages)))
+    documents = [passages, alike, passages]
+    assert list(map(len, selected(answerer, [question] * 3, documents))) == [2, 1, 2]
+    assert list(map(len, selected(answerer, [question] * 2, documents[1:]))) == [1, 2]
+    assert list(map(len, selected(answerer, [question] * 3, documents, [None, None, 1]))) == [2, 1, 1]
+
+
+def test_gain_is_of_the_nearest_passages(answerer, monkeypatch):
+    """The gain counts the most similar passages only, each text once."""
+    monkeypatch.setattr(answering_arcaligner, "MATCHED_PASSAGES", 2)
+    answerer.model.multihop_head.weight[-1] = 1.0
+    passages = ["The mill ground.", "The  mill ground.", "It is new.", "Ada wrote it."]
+    similar = [{0: 0.9, 1: 0.8, 2: 0.7, 3: 0.6}]
+    compared = mock.Mock(side_effect=word_matches)
+    monkeypatch.setattr(answering_arcaligner, "word_matches", compared)
+    answerer.model.multihop_head.bias.fill_(-10.0)
+    answerer.select([QUESTION], [passages], similarities=similar)
+    texts = [passage for call in compared.call_args_list for passage in call.args[2]]
+    assert texts == ["The mill ground.", "It is new."]
+
+
+def test_pair_has_its_own_matches(answerer):
+    """The pair is that of the passages whose words match, behind copies and a passage without words."""
+    head = answerer.model.multihop_head
+    head.pair.copy_(torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0]))
+    passages = ["It is new.", "It is new.", "...", "Ada wrote it.", "Nobody read it.", "The mill ground."]
+    assert selected(answerer, ["Which mill ground while Ada wrote?"], [passages]) == [[3, 5]]
+
+
 def test_answerable_question_gets_one(answerer):
     """A question gets one passage or two depending on the answerability of the top-ranked one."""
     (scores,) = answerer.score([QUESTION], [PASSAGES])
@@ -382,6 +418,12 @@ def without_head(tensors):
     return {name: tensor for name, tensor in tensors.items() if "multihop_head.weight" not in name}
 
 
+def former_head(tensors):
+    """The head of an earlier version, which had fewer features."""
+    pair = {"multihop_head.pair": tensors["multihop_head.pair"][:6].clone()}
+    return tensors | pair | {"multihop_head.weight": tensors["multihop_head.weight"][:-1].clone()}
+
+
 def another_head(tensors):
     return tensors | {"multihop_head.bias": tensors["multihop_head.bias"] + 1}
 
@@ -391,6 +433,12 @@ def another_head(tensors):
     [
         (without_head, {}, "lacks 1 of the .* aligner weights .* first `multihop_head.weight`"),
         (another_head, {}, "do not match their digest"),
+        (
+            former_head,
+            {},
+            "`multihop_head.pair` has shape .6. in the checkpoint .* `ignore_mismatched_sizes=True`, save it, and fit "
+            "the head again with `python -m arcaligner.train.multihop`",
+        ),
         (
             dict,
             {"use_multihop_head": False},

@@ -444,7 +444,7 @@ class Answerer:
         copies: dict[str, list[int]] = {}  # numbers of the passages with the same text
         texts = _search_texts(question, [*passages.values()])[1:]
         for number, text in zip(passages, texts, strict=True):
-            copies.setdefault(text, []).append(number)
+            copies.setdefault(" ".join(text.split()), []).append(number)
         compared = [passages[numbers[0]] for numbers in copies.values()][:MATCHED_PASSAGES]
         matches = self._match_words(question, compared, turn)
         found = matches.mean(dim=1).tolist()

@@ -249,7 +249,7 @@ class ArcAlignerConfig(PreTrainedConfig):
             of the shipped aligner.
         match_weight (`float`, defaults to 15):
             Weight of the late-interaction (MaxSim) score of question and passage when passages are selected, added in
-            the same way. With 0 the score is not computed.
+            the same way. With 0 the score is not computed for this purpose; the multi-hop head uses it in any case.
         scored_share (`float`, defaults to 0.5):
             The largest share of a question's passages that are scored, the most relevant ones first, by the weighted
             similarities above; at least one more than are used. Scoring a passage takes as long as a prefill of its

@@ -10,7 +10,7 @@ from conftest import edit_json, pipeline_of
 from training_rows import article_rows, write_rows
 
 from arcaligner import ArcAlignerForCausalLM
-from arcaligner.answering_arcaligner import MAX_NEW_TOKENS, Answerer, ScoredPassage, matches_of, similarities_of
+from arcaligner.answering_arcaligner import MAX_NEW_TOKENS, Answerer, ScoredPassage, similarities_of, word_matches
 from arcaligner.common.rows import token_f1
 from arcaligner.train import ranking
 from arcaligner.train.ranking import (
@@ -109,7 +109,7 @@ def test_each_passage_is_measured(answerer, rows, monkeypatch, match_weight):
     assert passages[4].f1 == 100.0
     assert [passage.has_answer for passage in passages.values()] == [number == 3 for number in range(7)]
     similar = similarities_of(processor.encoder, row["question"], row["passages"])
-    matches = matches_of(processor, row["question"], row["passages"])
+    matches = word_matches(processor, row["question"], row["passages"]).mean(dim=1).tolist()
     nearest = sorted(range(7), key=similar.__getitem__, reverse=True)[:5]
     found = [passages[number].score.match for number in nearest]
     assert found == pytest.approx([matches[number] for number in nearest], abs=1e-3) and any(found)
