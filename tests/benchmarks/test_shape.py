@@ -52,7 +52,10 @@ def test_command_writes_table_and_json(tmp_path, monkeypatch, capsys):
     assert len(measured) == len(expected) and set(measured) == expected and report["left_out"] == []
     counted = {row["arm"] for row in report["rows"] if "operations" in row}
     assert counted == set(TITLES) and {"torch", "transformers", "date", "driver"} <= set(report["machine"])
-    assert all(row["milliseconds"]["median"] > 0 and row["rounds"] == 3 for row in report["rows"])
+    assert all(row["rounds"] == 3 for row in report["rows"])
+    # The time of a token is the difference of two times, which noise can make negative on such a small model.
+    whole = [row for row in report["rows"] if not row["arm"].startswith("token_")]
+    assert all(row["milliseconds"]["median"] > 0 for row in whole)
 
 
 def test_time_limit_names_the_rest(tmp_path, capsys):
