@@ -102,7 +102,7 @@ ANSWERED = {
     "nq": "Natural Questions has questions that people typed into Google. The model gets a paragraph of Wikipedia that "
     "contains the answer.",
     "popqa_longtail": "PopQA_longtail has questions about subjects that few people look up. The model gets passages "
-    "that a retriever found. For many questions they contain no right answer ([how many](paper.md#tables-1-and-2)).",
+    "that a retriever found. For many questions these contain no right answer ([how many](paper.md#tables-1-and-2)).",
     "triviaqa": "TriviaQA has trivia questions. *TriviaQA\\** is the paper's name for a sample of 500 of them. "
     + _FEW_FOUND,
     "webq": f"WebQuestions has questions that people typed into Google. {_FEW_FOUND}",
@@ -357,7 +357,8 @@ def answers_section(task: str, threshold: float, cells: list[list[str]]) -> list
     table = markdown_table(["Question", "Expected", "Answer", "F1, %", "Answerability", "Abstains?"], cells)
     questions = (
         f"{ANSWERED[task]} The model is the [shipped aligner](glossary.md#the-model). The passages are given as "
-        f"[slots](glossary.md#the-model), vectors that replace text. [Task](evaluation.md#tasks): `{task}`."
+        "[slots](glossary.md#the-model), vectors that replace text. In commands the set is called "
+        f"[`{task}`](evaluation.md#tasks)."
     )
     about = [
         *textwrap.wrap(questions, 120, break_on_hyphens=False),
