@@ -320,9 +320,10 @@ def answers_intro(threshold: float, no_answer: str) -> list[str]:
         "",
         "This page shows what the [shipped aligner](glossary.md#the-model) answers, right or wrong. Each section has "
         f"{ANSWERS_PER_SET} questions of one data set, the first ones by their ids. The model got the passages of a "
-        "question as *slots*, vectors that replace the text, at two tokens per slot. Each section says which "
-        f"passages these are; all of them were used. Decoding was greedy, and answers were cut off after {MAX_NEW_TOKENS} tokens. "
-        "[results.md](results.md) has the mean F1 of each data set. The columns of the tables are:",
+        "question as *slots*, vectors that replace the text, at two tokens per slot. Each section says which passages "
+        "these are; all of them were used. Decoding was greedy, and answers were cut off after "
+        f"{MAX_NEW_TOKENS} tokens. [results.md](results.md) has the mean F1 of each data set. The columns of the "
+        "tables are:",
         "",
         "- *Expected* is the first gold answer, that is, the first answer that the data set calls right. (A question "
         'can have several.) "(not in the passages)" means that the question was written to have no answer in its '
