@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 from matplotlib.figure import Figure
 
+from ..answering_arcaligner import MAX_NEW_TOKENS
 from ..common.files import DEFAULT_CHECKPOINT, ROOT, markdown_table, printable, run_command, write_atomically
 from ..configuration_arcaligner import DEFAULT_BASE_MODEL, ArcAlignerConfig
 from ..processing_arcaligner import ArcAlignerProcessor
@@ -89,11 +90,37 @@ ZOOM_ROWS = (
     ("a sentence each", "arcaligner_xsegment"),
 )
 ANSWERS_PER_SET = 13
+_FEW_FOUND = (
+    "The model gets one passage, which a retriever found in a small collection. For most questions this passage does "
+    "not contain a right answer ([how many](paper.md#tables-1-and-2))."
+)
+# Of the page of answers: the questions of a set, and the passages that the model gets with `smollm2_135m.yaml`.
+ANSWERED = {
+    "2wikimultihopqa": "A question of 2WikiMultiHopQA needs two or more paragraphs of Wikipedia. The model gets all "
+    "paragraphs that our file has for the question.",
+    "hotpotqa": "A question of HotpotQA needs two paragraphs of Wikipedia. The model gets these two paragraphs.",
+    "nq": "Natural Questions has questions that people typed into Google. The model gets a paragraph of Wikipedia that "
+    "contains the answer.",
+    "popqa_longtail": "PopQA_longtail has questions about subjects that few people look up. The model gets passages "
+    "that a retriever found. For many questions these contain no right answer ([how many](paper.md#tables-1-and-2)).",
+    "triviaqa": "TriviaQA has trivia questions. *TriviaQA\\** is the paper's name for a sample of 500 of them. "
+    + _FEW_FOUND,
+    "webq": f"WebQuestions has questions that people typed into Google. {_FEW_FOUND}",
+    "squad": "A question of SQuAD is about a paragraph of Wikipedia. The model gets this paragraph.",
+    "squad_more": "This set has questions of the data set SQuAD that are not in the set *SQuAD* ([above](#squad)). The "
+    "model gets the paragraph of Wikipedia that a question is about.",
+    "squad_unanswerable": "These questions of SQuAD 2.0 have no answer in the paragraph of Wikipedia that they are "
+    "about. The model gets this paragraph, so it should abstain.",
+    "adversarialqa": "People wrote the questions of AdversarialQA so that models answer them wrongly. The model gets "
+    "the paragraph of Wikipedia that a question is about.",
+    "musique": "A question of MuSiQue needs two to four paragraphs of Wikipedia. The model gets these paragraphs.",
+}
 # Parts of the paper whose pages are in `docs/paper.md` as `reproduce` writes them. Others come from the results.
 REPRODUCED = ("ablation", "perplexity", "gates", "categories", "cases")
 COMPRESSIONS = (4, 8, "segment")  # of the shipped aligner in the figure of ratios, next to its own
 _PICTURE = re.compile(r"\]\((\w+\.svg)\)")
-_MARKDOWN = re.compile(r"([\\`*_\[\]<>|&])")  # what could become structure of a page
+# What could become structure of a page.
+_MARKDOWN = re.compile(r"([\\`*_\[\]<>|]|&(?=#?\w+;))")
 MARKS = "<!-- {}: evaluation/publish.py -->", "<!-- end of {} -->"  # of a part of a page, by its name
 
 
@@ -272,31 +299,7 @@ def check_weights(run: Path, checkpoint: Path) -> None:
 def answers_page(run: Path, threshold: float, no_answer: str) -> str:
     """The aligner's answers to the first questions of each set, by id, with their answerability; below the
     threshold the answer would be `no_answer`."""
-    intro = (
-        "# Answers",
-        "",
-        "This page shows answers of the [shipped aligner](glossary.md#the-model), right or wrong. Each section has "
-        f"{ANSWERS_PER_SET} questions of one data set, the first ones by their ids. The model was given all passages "
-        "of a question as *slots*, vectors that replace the text, at two tokens per slot. It decoded greedily. "
-        "[results.md](results.md) has the mean F1 of each set. These are the columns of the tables:",
-        "",
-        '- *Expected* is the first gold answer of the data set. (Questions can have several.) "(not in the passages)" '
-        "means that the question was written to have no answer in its passage.",
-        "- *Answer* is what the model generated without `min_confidence`.",
-        "- *F1*, in percent, is the word overlap of the answer with the most similar gold answer. 100 means that the "
-        "words are the same, except for case, punctuation and articles. A question without a gold answer has no F1 "
-        "(-).",
-        "- *Answerability*, from 0 to 1, is an estimate of how likely it is that the passages contain an answer. It is "
-        "not the chance that the answer is right.",
-        f'- *Abstains*: "yes" means that with `min_confidence={threshold}` the answer would be "{no_answer}", because '
-        f"the answerability is lower. {threshold} is the `answerability_threshold` of the checkpoint; other pages "
-        f"round it to {threshold:.2f}.",
-        "",
-        "In TriviaQA, WebQuestions and PopQA, a retriever found the passages, and many passages do not contain a gold "
-        "answer ([how many](paper.md#tables-1-and-2)). *TriviaQA\\** is the paper's sample of this set. *SQuAD, more* "
-        "has questions of SQuAD that are not in *SQuAD*.",
-    )
-    lines = [line for text in intro for line in _wrapped(text)]
+    lines = answers_intro(threshold, no_answer)
     for file in answer_files(run):
         if file.method == "arcaligner" and file.task in TASKS:
             cells = []
@@ -306,11 +309,64 @@ def answers_page(run: Path, threshold: float, no_answer: str) -> str:
                 score = f"{100 * row['f1']:.0f}" if row["answers"] else "-"
                 abstains = "yes" if row["answerability"] < threshold else "no"
                 cells.append([*shown, score, f"{row['answerability']:.2f}", abstains])
-            abstention = f"Abstains with `min_confidence={threshold}`?"
-            table = markdown_table(["Question", "Expected", "Answer", "F1", "Answerability", abstention], cells)
-            about = f"[Task](evaluation.md#tasks): `{file.task}`. The [columns](#answers) are explained above."
-            lines += ["", f"## {TASKS[file.task].title}", "", about, "", *table]
+            lines += answers_section(file.task, threshold, cells)
     return "\n".join([*lines, ""])
+
+
+def answers_intro(threshold: float, no_answer: str) -> list[str]:
+    """The lines above the sections of the page of answers."""
+    intro = (
+        "# Answers",
+        "",
+        "This page shows what the [shipped aligner](glossary.md#the-model) answers, right or wrong. Each section has "
+        f"{ANSWERS_PER_SET} questions of one data set, the first ones by their ids. The model got the passages of a "
+        "question as *slots*, vectors that replace the text, at two tokens per slot. Each section says which passages "
+        "these are; all of them were used. Decoding was greedy, and answers were cut off after "
+        f"{MAX_NEW_TOKENS} tokens. [results.md](results.md) has the mean F1 of each data set. The columns of the "
+        "tables are:",
+        "",
+        "- *Expected* is the first gold answer, that is, the first answer that the data set calls right. (A question "
+        'can have several.) "(not in the passages)" means that the question was written to have no answer in its '
+        "passage.",
+        "- *Answer* is what the model generated without `min_confidence`.",
+        "- *F1*, in percent, is the word overlap of the answer with the most similar gold answer. 100 means that the "
+        "words are the same, except for case, punctuation and articles. A question without a gold answer has no F1 "
+        "(-).",
+        "- *Answerability*, from 0 to 1, is an estimate of how likely it is that the passages contain an answer. It is "
+        "not the chance that the answer is right.",
+        f'- *Abstains?*: "yes" means that with `min_confidence={threshold}` the answer would be "{no_answer}", because '
+        f"the answerability is lower than {threshold}. This number is the `answerability_threshold` of the checkpoint; "
+        f"other pages round it to {threshold:.2f}.",
+    )
+    return [line for text in intro for line in _wrapped(text)]
+
+
+def answers_section(task: str, threshold: float, cells: list[list[str]]) -> list[str]:
+    """The lines of one section of the page of answers, which explains its table."""
+    expected = (
+        "*Expected* is an answer that the data set calls right; there may be others. *F1*, in percent, is the word "
+        "overlap of *Answer* and the most similar right answer."
+        if TASKS[task].is_answered
+        else "There is no right answer, so there is no *F1* (-)."
+    )
+    columns = (
+        f"{expected} *Answerability*, from 0 to 1, is an estimate of how likely it is that the passages contain an "
+        f'answer. *Abstains?* is "yes" if the answerability is below {threshold}; with `min_confidence={threshold}` '
+        f"the model would then not answer. Answers were cut off after {MAX_NEW_TOKENS} tokens. [More about the "
+        "columns](#answers)"
+    )
+    table = markdown_table(["Question", "Expected", "Answer", "F1, %", "Answerability", "Abstains?"], cells)
+    questions = (
+        f"{ANSWERED[task]} The model is the [shipped aligner](glossary.md#the-model). The passages are given as "
+        "[slots](glossary.md#the-model), vectors that replace text. In commands the set is called "
+        f"[`{task}`](evaluation.md#tasks)."
+    )
+    about = [
+        *textwrap.wrap(questions, 120, break_on_hyphens=False),
+        "",
+        *textwrap.wrap(columns, 120, break_on_hyphens=False),
+    ]
+    return ["", f"## {TASKS[task].title}", "", *about, "", *table]
 
 
 def comparison_table(results: dict[str, Any]) -> list[str]:

@@ -44,10 +44,10 @@ def first_token_table(report: dict[str, Any]) -> list[str]:
         titles.insert(after + 1, "Slots with zoom, the first ones encoded beforehand, ms")
     lines = markdown_table(["Passages", "Tokens of the prompt as text", "Tokens per slot", "Slots", *titles], rows)
     note = (
-        "In brackets: how many times faster than text. Each time is the median of several rounds. Each ratio is the "
-        "median of the ratios of the rounds, except with encoding included: there it is the ratio of the two medians. "
-        f"Measured with one question at a time, with the checkpoint {report['model']} and its encoder in "
-        f"{report['encoder_dtype']}. Machine: {machine_line(report['machine'])}."
+        "In brackets: how many times faster than *Text* in the same row. Each time is the median of several rounds. "
+        "Each ratio is the median of the ratios of the rounds, except with encoding included: there it is the ratio "
+        f"of the two medians. There was one question at a time, with the checkpoint {report['model']} and its "
+        f"encoder in {report['encoder_dtype']}. Machine: {machine_line(report['machine'])}."
     )
     return [*lines, "", *textwrap.wrap(note, 120)]
 
@@ -110,9 +110,9 @@ def cached_passages_table(report: dict[str, Any]) -> list[str]:
     columns = ["The model is given", "Cache of a passage"]
     counts = [f"{counted(size['k'], 'passage')}, ms" for size in sizes]
     note = (
-        "Time to the first token; in brackets: how many times faster than text with nothing cached. A passage has "
-        f"{report['tokens_per_passage']:.0f} tokens on average. Times and ratios are medians of "
-        f"{sizes[-1]['rounds']} rounds or more. Measured with one question at a time, with the checkpoint "
+        "Each cell is the time to the first token and, in brackets, how many times faster this is than text with "
+        f"nothing cached. A passage has {report['tokens_per_passage']:.0f} tokens on average. Times and ratios are "
+        f"medians of {sizes[-1]['rounds']} rounds or more. There was one question at a time, with the checkpoint "
         f"{report['model']} in {report['dtype']}. Machine: {machine_line(report['machine'])}."
     )
     return [*markdown_table([*columns, *counts], rows), "", *textwrap.wrap(note, 120)]

@@ -33,7 +33,7 @@ stage: grounding
 train_files: {hotpotqa/hotpot_qa: 0.5, "../data/mine.parquet?text=body": 0.3, someone/questions: 0.2}
 """
 RESULT_TABLE = """\
-| F1 of answers from | tokens of text per position | SQuAD | NQ |
+| Answers from | tokens of text per position | SQuAD | NQ |
 | --- | --- | --- | --- |
 | **slots** | 2 | 9.7 | 8.0 |
 | **slots** | segment | - | 6.0 of 300 |
