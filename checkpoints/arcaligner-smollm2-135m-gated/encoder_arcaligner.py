@@ -803,7 +803,7 @@ class SlotEncoder:
     def slot_spans(self, documents: Sequence[str | dict], tokens_per_slot: int | str) -> list[Segment]:
         """The part of a document that each slot of one question represents, in the order of the slots."""
         tokens = tokenize_segments(self.tokenizer, self.segment_documents(documents), documents)
-        return [span for segment in tokens for span in segment.slot_segments(segment.token_spans(tokens_per_slot))]
+        return _slot_segments(tokens, [segment.token_spans(tokens_per_slot) for segment in tokens])
 
     def encode_tokens(self, tokens: Sequence[SegmentTokens], tokens_per_slot: int | str) -> torch.FloatTensor:
         """Normalized embeddings of the slots of `tokens`, in order, float32 (num_slots, encoder_hidden_size): one for
@@ -861,23 +861,32 @@ class SlotEncoder:
         no_embeds = torch.empty(sum(counts), 0, device="cpu")
         encoded = no_embeds if only_segments else self.encode_tokens(all_tokens, tokens_per_slot)
         rows = []
-        for documents, slot_segments, row_tokens, embeds in zip(
-            passages, segments, tokens, encoded.split(counts), strict=True
-        ):
-            words = None
-            if tokens_per_slot != "segment" and slot_segments:  # each slot represents a part of a segment
-                parts = (segment.slot_segments(segment.token_spans(tokens_per_slot)) for segment in row_tokens)
-                slot_segments = list(chain.from_iterable(parts))
-            slot_segments = in_original_text(slot_segments, documents)
-            slot_segments, dropped = slot_segments[:max_slots], slot_segments[max_slots or len(slot_segments) :]
-            if self.context_words:
-                word_ids = [
-                    segment.word_ids[a:b] for segment in row_tokens for a, b in segment.token_spans(tokens_per_slot)
-                ][:max_slots]
-                words = _pad_word_ids(word_ids, embeds.device)
-            numbers = torch.tensor([segment.document for segment in slot_segments] or [0], device=embeds.device)
-            rows.append(EncodedDocuments(slot_segments, embeds[:max_slots], words, numbers, dropped))
+        for documents, parts, row_tokens, embeds in zip(passages, segments, tokens, encoded.split(counts), strict=True):
+            spans = [segment.token_spans(tokens_per_slot) for segment in row_tokens]
+            if tokens_per_slot != "segment" and parts:  # each slot represents a part of a segment
+                parts = _slot_segments(row_tokens, spans)
+            rows.append(self._encoded(documents, parts, row_tokens, spans, embeds, max_slots))
         return rows
+
+    def _encoded(
+        self,
+        documents: Sequence[str | dict],
+        parts: Sequence[Segment],
+        tokens: Sequence[SegmentTokens],
+        spans: Sequence[list[tuple[int, int]]],
+        embeds: torch.FloatTensor,
+        max_slots: int | None = None,
+    ) -> EncodedDocuments:
+        """The first `max_slots` slots of one question: their `parts` of the normalized text, the `spans` of each of
+        the `tokens`, and `embeds` (num_slots, encoder_hidden_size)."""
+        parts = in_original_text(parts, documents)
+        words = None
+        if self.context_words:
+            word_ids = [segment.word_ids[a:b] for segment, cut in zip(tokens, spans, strict=True) for a, b in cut]
+            words = _pad_word_ids(word_ids[:max_slots], embeds.device)
+        kept, dropped = parts[:max_slots], parts[max_slots or len(parts) :]
+        numbers = torch.tensor([part.document for part in kept] or [0], device=embeds.device)
+        return EncodedDocuments(kept, embeds[:max_slots], words, numbers, dropped)
 
     def zoom(
         self,
@@ -914,7 +923,7 @@ class SlotEncoder:
             zoomed_spans(of_segment, mask.tolist(), self.tokens_per_slot)
             for of_segment, mask in zip(coarse, masks, strict=True)
         ]
-        parts = [part for segment, cut in zip(tokens, spans, strict=True) for part in segment.slot_segments(cut)]
+        parts = _slot_segments(tokens, spans)
         sizes = Counter(part.document for part in parts) if per_passage else {0: len(parts)}
         if slot_limit is not None and (needed := max(sizes.values())) > slot_limit:
             of_passage = " of each passage" if per_passage else ""
@@ -932,13 +941,7 @@ class SlotEncoder:
                 rows[index] = torch.stack(
                     [unchanged.get(span, embed) for span, embed in zip(spans[index], finer, strict=True)]
                 )
-        words = None
-        if self.context_words:
-            word_ids = [segment.word_ids[a:b] for segment, cut in zip(tokens, spans, strict=True) for a, b in cut]
-            words = _pad_word_ids(word_ids, embeds.device)
-        numbers = torch.tensor([part.document for part in parts], device=embeds.device)
-        parts = in_original_text(parts, documents) if segments else []
-        return EncodedDocuments(parts, torch.cat(rows), words, numbers, [])
+        return self._encoded(documents, parts if segments else [], tokens, spans, torch.cat(rows))
 
     def statistics(
         self, documents: Sequence[str | dict], encoded: EncodedDocuments, has_budget: bool
@@ -992,6 +995,11 @@ class SlotEncoder:
                 f"{int((~torch.isfinite(embeds)).sum())} of {embeds.numel()}; expected finite ones. Check the "
                 "encoder's output."
             )
+
+
+def _slot_segments(tokens: Sequence[SegmentTokens], spans: Sequence[list[tuple[int, int]]]) -> list[Segment]:
+    """The part of the text that each slot of a question represents, for the `spans` of each of its `tokens`."""
+    return [part for segment, cut in zip(tokens, spans, strict=True) for part in segment.slot_segments(cut)]
 
 
 def _pad_word_ids(word_ids: Sequence[tuple[int, ...]], device) -> torch.LongTensor:
