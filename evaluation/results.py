@@ -35,8 +35,9 @@ PAPER = json.loads((Path(__file__).parent / "paper_results.json").read_text(enco
 SCORES_NOTE = (
     "Each row is a way to answer, and each column is a set of questions. *F1* is the overlap of the answer's words "
     "with those of a gold answer, an answer that the set calls right. *EM* is the share of answers that contain a gold "
-    "answer; *non-strict* means that the answer may contain other words, too. Both are in percent, and higher is "
-    'better. Brackets contain 95 % bootstrap intervals over questions. "of N" means that only N questions of the set '
+    "answer; *non-strict* means that the answer may contain other words, too. So EM rewards long answers. F1 and EM "
+    "are in percent, and higher is better. "
+    'Brackets contain 95 % bootstrap intervals over questions. "of N" means that only N questions of the set '
     "were used. A dash means not measured."
 )
 FLOOR_NOTE = (
@@ -65,7 +66,7 @@ POSITIONS_NOTE = (
 PAPER_NOTE = (
     "These are the numbers of the ArcAligner paper. It has another base model and other passages, so do not compare "
     "them with ours. The paper's ArcAligner has one slot per sentence. EM and F1 are as above. *Acc* is the share of "
-    "answers that a judge, a chat model, accepts as right. In the last three rows, *w/o* means without. A gate is a "
+    "answers that a judge, a chat model, accepts as right. LLMLingua-2 shortens text. *w/o* means without. A gate is a "
     "small network that decides whether a layer processes a slot again; each time is a pass. *w/o Recursion* has no "
     "gates: each slot takes one pass through each layer. *w/o Gate (Max Loop)* does not use their decision: each slot "
     "takes all passes. *w/o LoRA & Recursion* has no LoRA and no gates."
@@ -227,12 +228,12 @@ def results_page(results: dict[str, Any]) -> str:
     of_paper = {method: method for numbers in shared.values() for method in numbers}
     of_paper_table = table("EM / F1 / Acc, %, with Mistral 7B", of_paper, shared, _paper)
     lines += _folded("The paper's numbers", of_paper_table, PAPER_NOTE)
-    return "\n".join([*lines, "## Questions and passages", "", *footnote(results), ""])
+    return "\n".join([*lines, "## Questions and passages", "", *sets_lines(results), ""])
 
 
 def _wrapped(note: str) -> list[str]:
     """Lines of a note before a table."""
-    return [*textwrap.wrap(note, 120), ""]
+    return [*textwrap.wrap(note, 120, break_on_hyphens=False), ""]
 
 
 def _with_floors(sets: dict) -> dict:
@@ -317,14 +318,16 @@ def _paper(numbers: dict, method: str) -> str | None:
     return " / ".join(f"{number:.1f}" for number in numbers[method]) if method in numbers else None
 
 
-def footnote(results: dict) -> list[str]:
+def sets_lines(results: dict) -> list[str]:
     """Lines on the questions and passages of each set, and on how the numbers were made."""
     note = (
-        "*Gold* passages are those that, according to the data set, a question needs. A *gold answer* is an answer "
-        "that the data set calls right. The answers of the methods were generated on these machines: "
-        f"{results['machine']}."
+        "The table shows for each set of questions how many were asked, which passages were used, and for how many "
+        "questions, in percent, the passages contain a gold answer (an answer that the data set calls right). *Gold* "
+        "passages are those that, according to the data set, a question needs."
     )
-    return [*sets_table(results["sets"]), "", *textwrap.wrap(note, 120)]
+    machines = f"The answers were generated on these machines: {results['machine']}."
+    table_lines = sets_table(results["sets"])
+    return [*_wrapped(note), *table_lines, "", *textwrap.wrap(machines, 120, break_on_hyphens=False)]
 
 
 def sets_table(sets: dict[str, Any]) -> list[str]:
