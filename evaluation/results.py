@@ -32,12 +32,20 @@ MAIN_ROWS = (
 # Methods that get the whole text.
 NOT_COMPRESSED = ("standard_rag", "full_text_lora", "full_text_copying", "text_independent")
 PAPER = json.loads((Path(__file__).parent / "paper_results.json").read_text(encoding="utf-8"))
+SCORES_NOTE = (
+    "Each row is a way to answer, and each column is a set of questions. *F1* is the overlap of the answer's words "
+    "with those of a gold answer, an answer that the set calls right. *EM* is the share of answers that contain a gold "
+    "answer; *non-strict* means that the answer may contain other words, too. So EM rewards long answers. F1 and EM "
+    "are in percent, and higher is better. "
+    'Brackets contain 95 % bootstrap intervals over questions. "of N" means that only N questions of the set '
+    "were used. A dash means not measured."
+)
 FLOOR_NOTE = (
-    "The first number is F1 with the passages of the question. *Floor* is F1 with the passages of another question. "
-    'A low floor means that the answers come from the passages. "of N" means that the floor was measured on only '
-    "N questions. *Retained* is the share of the gain from text that the method keeps: (F1 - closed book) / (F1 of "
-    "text - closed book). 100 % means as good as text. Closed book is Naive. Text is the fine-tuned reader or, if it "
-    "was not measured, StandardRAG."
+    "The first number is F1 with the passages of the question. *Floor* is F1 with the passages of another question. If "
+    'the floor is low, the answers come from the passages. "of N" means that the floor was measured on only N '
+    "questions. *Retained* is the share of the gain from text that the method keeps: (F1 - closed book) / (F1 of text "
+    "- closed book). 100 % means as good as text. Closed book is the F1 of Naive, from the question alone. Text is the "
+    "F1 of *StandardRAG, fine-tuned* or, if it was not measured, of StandardRAG."
 )
 # Why a share may be missing.
 NO_SHARE_NOTE = (
@@ -45,22 +53,23 @@ NO_SHARE_NOTE = (
     "F1, closed book and text were measured on different numbers of questions."
 )
 DIFFERENCES_NOTE = (
-    "Differences are in percentage points. A positive number means that ArcAligner's score is higher. If the interval "
-    "in brackets contains 0, the difference may be chance. A dash means that the two methods were not measured in the "
-    "same run."
+    "Differences are in percentage points, over the questions that both methods answered. A positive number means that "
+    "ArcAligner's score is higher. If the interval in brackets contains 0, the difference may be chance. A dash means "
+    "that the two methods were not measured in the same run."
 )
 POSITIONS_NOTE = (
-    "The first number is the mean number of positions that the passages take in the prompt. The number after *x* is "
-    "the measured compression: the tokens of all passages of a question, divided by these positions. (ArcAligner's "
-    "README counts the passages that are used, so its compression of the default is lower.)"
+    "A position is a place in the prompt: a token of text takes one, and so does a slot. The first number is how many "
+    "positions the passages of a question take, on average. The number after *x* is the measured compression: the "
+    "number of tokens of all passages of a question, divided by these positions. (ArcAligner's README counts only the "
+    "passages that are used. So its compression of the default, *one passage or two*, is lower.)"
 )
 PAPER_NOTE = (
-    "The paper has another base model and other passages, so do not compare these numbers with ours. The paper's "
-    "ArcAligner has one slot per sentence. *EM* is the share of answers that contain a gold answer. *Acc* is the share "
-    "of answers that a judge, a chat model, accepts as right. Gates decide whether a layer processes a slot again. In "
-    "the rows with *w/o*, a part is missing: in *w/o Recursion* the gates, so each slot takes one pass through a "
-    "layer; in *w/o Gate (Max Loop)* their decision, so each slot takes all passes; in *w/o LoRA & Recursion* the LoRA "
-    "and the gates."
+    "These are the numbers of the ArcAligner paper. It has another base model and other passages, so do not compare "
+    "them with ours. The paper's ArcAligner has one slot per sentence. EM and F1 are as above. *Acc* is the share of "
+    "answers that a judge, a chat model, accepts as right. LLMLingua-2 shortens text. *w/o* means without. A gate is a "
+    "small network that decides whether a layer processes a slot again; each time is a pass. *w/o Recursion* has no "
+    "gates: each slot takes one pass through each layer. *w/o Gate (Max Loop)* does not use their decision: each slot "
+    "takes all passes. *w/o LoRA & Recursion* has no LoRA and no gates."
 )
 
 # Sets in results of version 0.2 with their new titles.
@@ -197,6 +206,8 @@ def results_page(results: dict[str, Any]) -> str:
     lines: list[str] = []
     everything: list[str] = []
     differences: list[str] = []
+    if sets:
+        lines += _wrapped(SCORES_NOTE)
     for metric, title in METRIC_TITLES.items():
         lines += table(title, main, sets, partial(_score, metric))
         everything += table(title, titles, sets, partial(_score, metric)) if len(titles) > len(main) else []
@@ -217,12 +228,12 @@ def results_page(results: dict[str, Any]) -> str:
     of_paper = {method: method for numbers in shared.values() for method in numbers}
     of_paper_table = table("EM / F1 / Acc, %, with Mistral 7B", of_paper, shared, _paper)
     lines += _folded("The paper's numbers", of_paper_table, PAPER_NOTE)
-    return "\n".join([*lines, "## Questions and passages", "", *footnote(results), ""])
+    return "\n".join([*lines, "## Questions and passages", "", *sets_lines(results), ""])
 
 
 def _wrapped(note: str) -> list[str]:
     """Lines of a note before a table."""
-    return [*textwrap.wrap(note, 120), ""]
+    return [*textwrap.wrap(note, 120, break_on_hyphens=False), ""]
 
 
 def _with_floors(sets: dict) -> dict:
@@ -307,15 +318,16 @@ def _paper(numbers: dict, method: str) -> str | None:
     return " / ".join(f"{number:.1f}" for number in numbers[method]) if method in numbers else None
 
 
-def footnote(results: dict) -> list[str]:
+def sets_lines(results: dict) -> list[str]:
     """Lines on the questions and passages of each set, and on how the numbers were made."""
     note = (
-        "*Gold* passages are those that, according to the data set, a question needs. F1 and EM are in percent. EM is "
-        "the share of answers that contain a gold answer. Brackets contain 95 % bootstrap intervals over questions; "
-        "those of differences are paired: over the questions that both methods answered. The answers were generated on "
-        f"these machines: {results['machine']}."
+        "The table shows for each set of questions how many were asked, which passages were used, and for how many "
+        "questions, in percent, the passages contain a gold answer (an answer that the data set calls right). *Gold* "
+        "passages are those that, according to the data set, a question needs."
     )
-    return [*sets_table(results["sets"]), "", *textwrap.wrap(note, 120)]
+    machines = f"The answers were generated on these machines: {results['machine']}."
+    table_lines = sets_table(results["sets"])
+    return [*_wrapped(note), *table_lines, "", *textwrap.wrap(machines, 120, break_on_hyphens=False)]
 
 
 def sets_table(sets: dict[str, Any]) -> list[str]:
