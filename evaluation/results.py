@@ -32,6 +32,7 @@ MAIN_ROWS = (
 # Methods that get the whole text.
 NOT_COMPRESSED = ("standard_rag", "full_text_lora", "full_text_copying", "text_independent")
 PAPER = json.loads((Path(__file__).parent / "paper_results.json").read_text(encoding="utf-8"))
+CONTAIN_GOLD = "Passages contain a gold answer, % of the questions"  # a column of tables of sets
 FLOOR_NOTE = (
     "The first number is F1 with the passages of the question. *Floor* is F1 with the passages of another question. "
     'A low floor means that the answers come from the passages. "of N" means that the floor was measured on only '
@@ -321,7 +322,7 @@ def footnote(results: dict) -> list[str]:
 def sets_table(sets: dict[str, Any]) -> list[str]:
     """Lines of a Markdown table of the questions and passages of each set."""
     rows = [[name, entry["questions"], entry["passages"], f"{entry['recall'][0]:.0f}"] for name, entry in sets.items()]
-    return markdown_table(["Set", "Questions", "Passages", "Passages contain a gold answer, % of the questions"], rows)
+    return markdown_table(["Set", "Questions", "Passages", CONTAIN_GOLD], rows)
 
 
 def table(title: str, rows: dict[str, str], sets: dict, show: Callable[[dict, str], str | None]) -> list[str]:
