@@ -525,10 +525,10 @@ def comparison(sets: dict[str, Any], methods: Sequence[str]) -> list[str]:
 
 
 def _comparison_notes(rows: list[list[str]]) -> list[str]:
-    """A list of Markdown that explains the cells of [`comparison`], as far as the table has them."""
+    """Lines of Markdown that explain the cells of [`comparison`], as far as the table has them."""
     cells = [cell for row in rows for cell in row]
+    about = "Each cell of the next table has three numbers in percent, EM / F1 / Acc. Higher is better:"
     notes = [
-        "Each cell has three numbers in percent, EM / F1 / Acc. Higher is better.",
         "*EM* is the share of answers that contain a gold answer, an answer that the data set calls right.",
         "*F1* is the overlap of the words of answer and gold answer.",
         "*Acc* is the share of answers that a judge, a chat model, accepts as right.",
@@ -541,7 +541,7 @@ def _comparison_notes(rows: list[list[str]]) -> list[str]:
         "A dash means not measured or, in the first two columns, that there is no such method.",
         "*paper* is what the paper reports, for Mistral 7B. *ours* is what we measured.",
     ]
-    return _items(notes)
+    return [about, "", *_items(notes)]
 
 
 def _items(notes: list[str]) -> list[str]:
@@ -689,6 +689,8 @@ def costs(sets: dict[str, Any]) -> list[str]:
     fewer = any(floor["questions"] < of_all["questions"] for floor, of_all in floors)
     of_n = ' "of N" means that it was measured on only N questions.' if fewer else ""
     about = "The next table repeats F1, and adds three numbers where they were measured:"
+    if any("arcaligner" in entry["methods"] for entry in sets.values()):
+        about = f"The row in bold is our default. {about}"
     notes = [
         f"*floor* is the F1 if the passages belong to another question, in percent.{of_n} If it is far below F1, the "
         "answers come from the passages.",
