@@ -35,7 +35,7 @@ from .evaluate import answer_all, load_rows
 from .judge import judge_run, judged_scores, judges_of
 from .methods import MissingMethodError, find_method, fingerprint
 from .metrics import shown_interval
-from .results import NO_SHARE_NOTE, PAPER, evidence, method_titles, sets_table, summarize, table
+from .results import CONTAIN_GOLD, PAPER, evidence, method_titles, sets_table, summarize, table
 from .retrieval import RetrievalSettings, recall_table, retrieve
 from .runs import AnswerFile
 from .settings import EvaluationSettings
@@ -300,8 +300,9 @@ class Reproduction:
                 f"gates_{name}", inputs, lambda of=count: gates.summarize_loops(gates.count_loops(*of))
             )
         lines = [
-            "Mean passes of a slot at each layer (*loops* in the figure). At layers without a row, every slot takes "
-            "one pass.",
+            "The table and the figure show the mean number of passes of a slot at each layer. (The figure calls "
+            "passes *loops*.) At layers without a row, every slot takes one pass. The last row is the mean over all "
+            "layers.",
             "",
             *gates.loops_table(sets),
         ]
@@ -321,8 +322,9 @@ class Reproduction:
             )
         picture = categories.draw_categories(results, METRIC_NAMES[metric])
         about = (
-            f"{METRIC_NAMES[metric]} decides which answers are right. TT: Naive and StandardRAG are both right; TF: "
-            "only Naive; FT: only StandardRAG; FF: neither."
+            f"The first table shows the share of right answers in each group ({METRIC_NAMES[metric]} decides which "
+            "answers are right). TT: Naive and StandardRAG are both right; TF: only Naive; FT: only StandardRAG; FF: "
+            "neither. The rows *number of questions* show how many questions a group has."
         )
         note = footnote_of(sets, self.settings, has_f1=False)
         lines = [about, "", *categories.categories_table(results), "", *note]
@@ -362,9 +364,9 @@ class Reproduction:
             save_figure(self.folder / f"{name}.svg", gates.draw_trace(case, model.config.max_refinement_steps + 1))
             lines += [f"## Case {number}", "", f"![{case['question']}]({name}.svg)", "", *gates.trace_lines(case), ""]
         about = (
-            "`traj`, the paper's word, is the list of the passes of each slot at a layer: `L0.` is one pass, `LL` two, "
-            f"`LLL` three. At layers without a `traj`, every slot takes one pass. Checkpoint: "
-            f"{Path(checkpoint).name}, in the gate mode `{model.config.gate_mode}`."
+            "In the paper's notation, `traj` is a list with an entry for each slot: the passes that this slot takes at "
+            "a layer. `L0.` is one pass, `LL` two, `LLL` three. At layers without a `traj`, every slot takes one "
+            f"pass. The answers are those of {Path(checkpoint).name} in the gate mode `{model.config.gate_mode}`."
         )
         return self.write("cases", TITLES["cases"], [about, "", *lines])
 
@@ -489,7 +491,7 @@ def published_table(results: dict[str, Any], tasks: Sequence[str]) -> list[str]:
     titles = [TASKS[name].title for name in tasks]
     sets = {title: _only(results["sets"].get(title, {"methods": {}}), main_methods(SEGMENT)) for title in titles}
     measured = {title: entry for title, entry in sets.items() if entry["methods"]}
-    return [*comparison(sets, main_methods(SEGMENT)), *costs(measured), *_questions_of(measured, intervals=True)]
+    return [*comparison(sets, main_methods(SEGMENT)), *costs(measured), *_questions_of(measured)]
 
 
 def comparison(sets: dict[str, Any], methods: Sequence[str]) -> list[str]:
@@ -514,18 +516,37 @@ def comparison(sets: dict[str, Any], methods: Sequence[str]) -> list[str]:
             cells = [cell for set_title in sets for cell in (_triple(paper[set_title].get(named)), "-")]
             rows.append(["-", _paper_title(named), *cells])
     columns = [column for title in sets for column in (f"{title}: paper", f"{title}: ours")]
-    note = (
-        "Each cell has EM / F1 / Acc, in percent; higher is better. EM is the share of answers that contain a gold "
-        "answer, F1 is the word overlap with it, and Acc is the share of answers that a judge accepts. The paper's "
-        "numbers were measured with Mistral 7B. A dash means not measured or, in the first two columns, that there is "
-        "no such method."
-    )
     return [
-        *textwrap.wrap(note, 120),
+        *_comparison_notes(rows),
         "",
         *markdown_table(["Method here", "Method in the paper", *columns], rows),
         "",
     ]
+
+
+def _comparison_notes(rows: list[list[str]]) -> list[str]:
+    """Lines of Markdown that explain the cells of [`comparison`], as far as the table has them."""
+    cells = [cell for row in rows for cell in row]
+    about = "Each cell of the next table has three numbers in percent, EM / F1 / Acc. Higher is better:"
+    notes = [
+        "*EM* is the share of answers that contain a gold answer, an answer that the data set calls right.",
+        "*F1* is the overlap of the words of answer and gold answer.",
+        "*Acc* is the share of answers that a judge, a chat model, accepts as right.",
+    ]
+    if any("[" in cell for cell in cells):
+        notes.append("Brackets contain a 95 % interval of F1. They are shown for sets with few questions.")
+    if any(" of " in cell for cell in cells):
+        notes.append('"of N" at the end of a cell means that only N questions were answered.')
+    notes += [
+        "A dash means not measured or, in the first two columns, that there is no such method.",
+        "*paper* is what the paper reports, for Mistral 7B. *ours* is what we measured.",
+    ]
+    return [about, "", *_items(notes)]
+
+
+def _items(notes: list[str]) -> list[str]:
+    """A list of Markdown at the width of the pages."""
+    return [line for note in notes for line in textwrap.wrap(f"- {note}", 120, subsequent_indent="  ")]
 
 
 def backbones_part(sets_of_backbone: dict[str, dict[str, Any]]) -> tuple[list[str], Figure]:
@@ -553,7 +574,7 @@ def published_backbone(results: dict[str, Any], backbone: str) -> tuple[list[str
     methods = ["naive", "standard_rag", f"arcaligner{SEGMENT}"]
     sets = {name: _only(results["sets"][name], methods) for name in _titles_in(results, FOUR, methods)}
     lines, figure = backbones_part({backbone: sets})
-    return [*lines, "", *_questions_of(sets, intervals=False)], figure
+    return [*lines, "", *_questions_of(sets)], figure
 
 
 def ratios_part(points: dict[str, dict[str, dict[str, Any]]]) -> tuple[list[str], Figure]:
@@ -591,18 +612,31 @@ def _titles_in(results: dict[str, Any], tasks: Sequence[str], methods: Sequence[
     return [title for title in titles if all(name in results["sets"][title]["methods"] for name in methods)]
 
 
-def _questions_of(sets: dict[str, Any], intervals: bool) -> list[str]:
-    """Markdown lines: how many questions of each set were asked, about which passages; whether sets with few questions
-    are shown with `intervals`."""
+def _questions_of(sets: dict[str, Any]) -> list[str]:
+    """Markdown lines: how many questions of each set were asked, about which passages."""
     rows = [
-        [title, entry["questions"], f"{PAPER['questions'][title]:,}", entry["passages"]]
+        [title, entry["questions"], f"{PAPER['questions'][title]:,}", entry["passages"], f"{entry['recall'][0]:.0f}"]
         for title, entry in sets.items()
     ]
     few = [title for title, entry in sets.items() if entry["questions"] < FEW_QUESTIONS]
-    brackets = " For these sets, brackets contain 95 % intervals of F1." if intervals else ""
-    note = f"Sets with too few questions for a comparison: {', '.join(few)}.{brackets}"
-    columns = ["Set", "Questions here", "Questions in the paper", "Passages here"]
-    return [*markdown_table(columns, rows), *(["", note] if few else [])]
+    note = f"Sets with too few questions for a comparison: {', '.join(few)}."
+    columns = ["Set", "Questions here", "Questions in the paper", "Passages here", CONTAIN_GOLD]
+    return [*_passages_note(sets), *markdown_table(columns, rows), *(["", note] if few else [])]
+
+
+def _passages_note(sets: dict[str, Any]) -> list[str]:
+    """Markdown lines before a table of sets: what its words on passages mean."""
+    words = " ".join(entry["passages"] for entry in sets.values())
+    notes = {
+        "gold": "*Gold* passages are those that, according to the data set, a question needs.",
+        "Contriever": "*Contriever* is a model that finds passages for a question.",
+        "MiniLM": "*MiniLM* is all-MiniLM-L6-v2, which also finds passages.",
+    }
+    if "Contriever" not in words:
+        notes["MiniLM"] = "*MiniLM* is all-MiniLM-L6-v2, a model that finds passages for a question."
+    about = "The next table shows how many questions were answered, and from which passages."
+    note = " ".join([about, *(text for word, text in notes.items() if word in words)])
+    return [*textwrap.wrap(note, 120), ""]
 
 
 ABLATION_NAMES = {PAPER_NAMES[name] for name in ABLATIONS}
@@ -646,20 +680,29 @@ def costs(sets: dict[str, Any]) -> list[str]:
 
     if sets and not any("full_text_lora" in entry["methods"] for entry in sets.values()):
         text = (
-            "Text is StandardRAG, the bare base model. It answers in sentences, whose other words lower its F1, so "
-            "shares above 100 % do not mean that slots contain more than text"
+            "*Text* is the row StandardRAG, the base model without fine-tuning. It answers in sentences, whose other "
+            "words lower its F1, so more than 100 % does not mean that slots contain more than text."
         )
     else:
-        text = "Text is the fine-tuned reader or, if this reader was not measured, StandardRAG, the bare base model"
+        text = "*Text* is the row StandardRAG, fine-tuned or, if it was not measured, StandardRAG."
     floors = [(numbers["floor"], numbers) for numbers in _numbers(sets) if "floor" in numbers]
     fewer = any(floor["questions"] < of_all["questions"] for floor, of_all in floors)
-    of_n = ' ("of N": measured on N questions only)' if fewer else ""
-    note = (
-        f"*Floor*: F1 with another question's passages{of_n}. *Retained*: (F1 - closed book) / (F1 of text - closed "
-        f"book). Closed book is the F1 of Naive. {text}. {NO_SHARE_NOTE} *x*: measured compression, in tokens of text "
-        "per position."
-    )
-    return [*table("F1 (floor, retained), compression", method_titles(sets), sets, cell), *textwrap.wrap(note, 120), ""]
+    of_n = ' "of N" means that it was measured on only N questions.' if fewer else ""
+    about = "The next table repeats F1, and adds three numbers where they were measured:"
+    if any("arcaligner" in entry["methods"] for entry in sets.values()):
+        about = f"The row in bold is our default. {about}"
+    notes = [
+        f"*floor* is the F1 if the passages belong to another question, in percent.{of_n} If it is far below F1, the "
+        "answers come from the passages.",
+        "*retained* is the share of the gain from text that the method keeps: (F1 - closed book) / (F1 of text - "
+        f"closed book). 100 % means as good as text. *Closed book* is the F1 of Naive. {text} There is no share if "
+        "text is not clearly better than closed book, or if the three F1 were measured on different numbers of "
+        "questions.",
+        "*x* is the measured compression: the number of tokens of the passages, divided by the number of positions "
+        "that they take in the prompt.",
+    ]
+    rows = table("F1 (floor, retained), compression", method_titles(sets), sets, cell)
+    return [about, "", *_items(notes), "", *rows]
 
 
 def footnote_of(
@@ -670,11 +713,15 @@ def footnote_of(
     intervals = [numbers["f1"] for numbers in _numbers(sets)]
     widths = [max(high - mean, mean - low) for mean, low, high in intervals]
     about_f1 = (
-        f"95 % bootstrap intervals of F1 extend up to {max(widths):.0f} points to either side. " if has_f1 else ""
+        f"The 95 % interval of each F1 extends at most {max(widths):.0f} points to either side." if has_f1 else ""
     )
-    about_em = "EM is non-strict: the share of answers that contain a gold answer. " if explains_em else ""
-    note = f"{about_f1}{about_em}Measured on: {summarize(settings.output)['machine']}."
-    return [*sets_table(sets), "", note]
+    about_em = (
+        "*EM* is the share of answers that contain a gold answer, an answer that the data set calls right. "
+        if explains_em
+        else ""
+    )
+    note = f"Measured on: {summarize(settings.output)['machine']}. {about_em}{about_f1}".strip()
+    return [*_passages_note(sets), *sets_table(sets), "", note]
 
 
 def _numbers(sets: dict[str, Any]) -> list[dict[str, Any]]:

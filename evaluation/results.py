@@ -40,6 +40,7 @@ SCORES_NOTE = (
     'Brackets contain 95 % bootstrap intervals over questions. "of N" means that only N questions of the set '
     "were used. A dash means not measured."
 )
+CONTAIN_GOLD = "Passages contain a gold answer, % of the questions"  # a column of tables of sets
 FLOOR_NOTE = (
     "The first number is F1 with the passages of the question. *Floor* is F1 with the passages of another question. If "
     'the floor is low, the answers come from the passages. "of N" means that the floor was measured on only N '
@@ -333,7 +334,7 @@ def sets_lines(results: dict) -> list[str]:
 def sets_table(sets: dict[str, Any]) -> list[str]:
     """Lines of a Markdown table of the questions and passages of each set."""
     rows = [[name, entry["questions"], entry["passages"], f"{entry['recall'][0]:.0f}"] for name, entry in sets.items()]
-    return markdown_table(["Set", "Questions", "Passages", "Passages contain a gold answer, % of the questions"], rows)
+    return markdown_table(["Set", "Questions", "Passages", CONTAIN_GOLD], rows)
 
 
 def table(title: str, rows: dict[str, str], sets: dict, show: Callable[[dict, str], str | None]) -> list[str]:

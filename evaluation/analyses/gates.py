@@ -139,27 +139,32 @@ def trace_lines(case: dict[str, Any]) -> list[str]:
     """Markdown lines: the text of each slot, which slot takes the most passes, and the `traj` of each layer that loops,
     as in the paper."""
     lines = [f"**Question.** {one_line(case['question'], TITLE_WIDTH)}", ""]
-    lines += ["**Sentences**, with the paper's misprints. Each is a slot:", ""]
+    lines += ["**Sentences**, with the paper's misprints. A slot, one vector, replaces each of them:", ""]
     lines += [f"{number}. {one_line(segment['text'], 300)}" for number, segment in enumerate(case["segments"], start=1)]
-    lines += ["", f"**Answer.** {one_line(case['answer'], TITLE_WIDTH)} (gold: {' / '.join(case['gold'])})", ""]
+    answer, gold = one_line(case["answer"], TITLE_WIDTH), " / ".join(case["gold"])
+    lines += ["", f"**Answer.** {answer} (right answer: {gold})", ""]
     looping = [
         f"- Layer {layer}: `traj = [{', '.join(passes)}]`"
         for layer, passes in enumerate(case["trajectories"])
         if any(slot.count("L") > 1 for slot in passes)
     ]
     if not looping:
-        return [*lines, "All slots take one pass, `L0.`, at all layers."]
+        return [*lines, "At each layer all slots take one pass, `L0.`: the layer is applied to a slot once."]
     passes_of_slots = [sum(slot.count("L") for slot in slots) for slots in zip(*case["trajectories"], strict=True)]
     most = max(passes_of_slots)
     largest = " and ".join(str(number) for number, passes in enumerate(passes_of_slots, start=1) if passes == most)
-    found = f"Over all layers, sentence {largest} takes the most passes, {most}."
+    found = (
+        "Each time that a layer is applied to a slot is a *pass*. A slot takes one pass, and more where the gate of "
+        f"the layer is open. Summed over all layers, sentence {largest} takes the most passes, {most}."
+    )
     if case["evidence"] is not None:
         number = case["evidence"]
-        if largest == str(number):
-            found += f" The evidence is in sentence {number}, too."
-        else:
-            found += f" The evidence is in sentence {number}, which takes {passes_of_slots[number - 1]}."
-    order = "**Passes** at the layers with extra passes, in the order of the sentences:"
+        found += f" The evidence, the fact that the answer needs, is in sentence {number}"
+        found += ", too." if largest == str(number) else f", which takes {passes_of_slots[number - 1]} passes."
+    order = (
+        "At these layers a slot takes more than one pass. Each entry is a sentence, in the order above; `L0.` is one "
+        "pass, `LL` two, `LLL` three:"
+    )
     return [*lines, found, "", order, "", *looping]
 
 
