@@ -29,7 +29,7 @@ def test_command_line_overrides_recipe(tmp_path):
 
 @pytest.mark.parametrize(
     ("of_tasks", "about"),
-    [({}, "gold"), ({"passages": "given"}, "gold"), ({"top_k": 5}, None), ({"passages": "retrieved"}, None)],
+    [({}, "gold"), ({"passages": "given"}, "gold"), ({"top_k": 5}, None), ({"passages": "gold"}, None)],
 )
 def test_other_passages_lose_the_description(tmp_path, of_tasks, about):
     (path := tmp_path / "r.yaml").write_text("tasks: {nq: {about: gold}}")
