@@ -96,24 +96,26 @@ _FEW_FOUND = (
 )
 # Of the page of answers: the questions of a set, and the passages that the model gets with `smollm2_135m.yaml`.
 ANSWERED = {
-    "2wikimultihopqa": "A question of 2WikiMultiHopQA needs two or more paragraphs of Wikipedia. The model gets all "
-    "paragraphs that our file has for the question.",
-    "hotpotqa": "A question of HotpotQA needs two paragraphs of Wikipedia. The model gets these two paragraphs.",
-    "nq": "Natural Questions has questions that people typed into Google. The model gets a paragraph of Wikipedia that "
+    "2wikimultihopqa": "A question of 2WikiMultiHopQA needs two or more paragraphs of Wikipedia. The passages are "
+    "all paragraphs that our file has for the question.",
+    "hotpotqa": "A question of HotpotQA needs two paragraphs of Wikipedia. The model gets these two paragraphs as "
+    "passages.",
+    "nq": "Natural Questions has questions that people typed into Google. The passage is a paragraph of Wikipedia that "
     "contains the answer.",
     "popqa_longtail": "PopQA_longtail has questions about subjects that few people look up. The model gets passages "
     "that a retriever found. For many questions these contain no right answer ([how many](paper.md#tables-1-and-2)).",
-    "triviaqa": "TriviaQA has trivia questions. *TriviaQA\\** is the paper's name for a sample of 500 of them. "
-    + _FEW_FOUND,
+    "triviaqa": "TriviaQA has trivia questions. *TriviaQA\\** is the name that the [paper](paper.md) uses for a sample "
+    "of 500 of them. " + _FEW_FOUND,
     "webq": f"WebQuestions has questions that people typed into Google. {_FEW_FOUND}",
-    "squad": "A question of SQuAD is about a paragraph of Wikipedia. The model gets this paragraph.",
+    "squad": "A question of SQuAD is about a paragraph of Wikipedia. The model gets this paragraph as its passage.",
     "squad_more": "This set has questions of the data set SQuAD that are not in the set *SQuAD* ([above](#squad)). The "
-    "model gets the paragraph of Wikipedia that a question is about.",
+    "passage is the paragraph of Wikipedia that a question is about.",
     "squad_unanswerable": "These questions of SQuAD 2.0 have no answer in the paragraph of Wikipedia that they are "
-    "about. The model gets this paragraph, so it should abstain.",
-    "adversarialqa": "People wrote the questions of AdversarialQA so that models answer them wrongly. The model gets "
+    "about. The model gets this paragraph as its passage, so it should abstain.",
+    "adversarialqa": "People wrote the questions of AdversarialQA so that models answer them wrongly. The passage is "
     "the paragraph of Wikipedia that a question is about.",
-    "musique": "A question of MuSiQue needs two to four paragraphs of Wikipedia. The model gets these paragraphs.",
+    "musique": "A question of MuSiQue needs two to four paragraphs of Wikipedia. The model gets these paragraphs as "
+    "passages.",
 }
 # Parts of the paper whose pages are in `docs/paper.md` as `reproduce` writes them. Others come from the results.
 REPRODUCED = ("ablation", "perplexity", "gates", "categories", "cases")
@@ -328,7 +330,7 @@ def answers_intro(threshold: float, no_answer: str) -> list[str]:
         "- *Expected* is the first gold answer, that is, the first answer that the data set calls right. (A question "
         'can have several.) "(not in the passages)" means that the question was written to have no answer in its '
         "passage.",
-        "- *Answer* is what the model generated without `min_confidence`.",
+        "- *Answer* is what the model generated. `min_confidence`, with which it may abstain, was not set.",
         "- *F1*, in percent, is the word overlap of the answer with the most similar gold answer. 100 means that the "
         "words are the same, except for case, punctuation and articles. A question without a gold answer has no F1 "
         "(-).",
