@@ -2,7 +2,7 @@
 
 import dataclasses
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,11 @@ def read_settings(recipe: str | None, command_keys: dict[str, Any], of_tasks: di
     for name in keys.get("tasks", TASKS):
         task_keys = (of_recipe.get(name) if isinstance(of_recipe, dict) else None) or {}
         refuse_unknown(f"`{name}`", task_keys, _fields(TaskSettings))
-        tasks[name] = TaskSettings(**task_keys | over)
+        of_task = TaskSettings(**task_keys)
+        task = replace(of_task, **over)
+        if (task.passages, task.top_k) != (of_task.passages, of_task.top_k):  # the recipe describes other passages
+            task = replace(task, about=over.get("about"))
+        tasks[name] = task
     if command_keys.get("corpus") is not None and all(task.passages != "retrieved" for task in tasks.values()):
         raise ValueError(
             "`--corpus` has no effect, because passages are not retrieved. Add `--passages retrieved`, or leave out "

@@ -27,6 +27,15 @@ def test_command_line_overrides_recipe(tmp_path):
         read_settings(path, NEEDED, {})
 
 
+@pytest.mark.parametrize(
+    ("of_tasks", "about"),
+    [({}, "gold"), ({"passages": "given"}, "gold"), ({"top_k": 5}, None), ({"passages": "gold"}, None)],
+)
+def test_other_passages_lose_the_description(tmp_path, of_tasks, about):
+    (path := tmp_path / "r.yaml").write_text("tasks: {nq: {about: gold}}")
+    assert read_settings(path, NEEDED, of_tasks).tasks["nq"].about == about
+
+
 def test_recipes_parse_by_name():
     """Recipes parse as intended, and an unknown name lists the known ones."""
     assert list(read_settings(None, NEEDED, {}).tasks) == list(TASKS)

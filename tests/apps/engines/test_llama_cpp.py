@@ -205,7 +205,7 @@ def test_what_misfits_is_refused(
     (tmp_path / "torn" / "model.safetensors").write_bytes((exported["joint"] / "model.safetensors").read_bytes()[:-100])
     refused("torn/model.safetensors cannot be read .*save it again", folder=tmp_path / "torn")
     refused("`cache_type` is 'q8'; expected 'f16' or 'f32'", cache_type="q8")
-    refused("`context_length` is 0; expected a number of positions", context_length=0)
+    refused("`context_length` is 0; expected at least 1", context_length=0)
     for gate_mode, named in ((None, "adaptive"), ("always", "always")):
         refused(rf"The gates of .* are on \(`gate_mode` '{named}'\).*`--gate-mode off`", gate_mode=gate_mode)
     refused("`gate_mode` is 'on'; expected one of", gate_mode="on")
