@@ -5,7 +5,7 @@
         --output runs/try
     python -m arcaligner evaluate --recipe smollm2_135m --methods arcaligner_x4,arcaligner_xsegment,truncated_x4
 
-A second run, also after the first was killed, answers only the questions without an answer. Several processes may run
+A second run, also after the first was killed, answers only the questions not answered yet. Several processes may run
 at the same time, with different tasks or methods. A method whose weights or package are missing is skipped, and named.
 At the end, `results.json` and `results.md` are written from all answers in the folder. `--floor` answers each question
 once more from the passages of another question, which shows what a method gets right without evidence.

@@ -433,10 +433,11 @@ def quality_table(results: dict[str, Any]) -> list[str]:
     notes = [
         "**F1** is the [word overlap](docs/glossary.md#measurements) of the answer with the gold answer. "
         "[docs/results.md](docs/results.md) has all methods and question sets, with 95 % intervals.",
-        "**Passages.** A question of SQuAD or Natural Questions has one passage, a question of HotpotQA or PopQA has "
-        f"two. The passages of a question together have {min(lengths):.0f} to {max(lengths):.0f} tokens on average, "
-        "depending on the set. Those of PopQA were found by a retriever. The other sets say which passages contain the "
-        "answer, and the model gets these. If your retriever misses the passage with the answer, expect a lower F1.",
+        "**Passages.** A question of SQuAD or Natural Questions has one passage, a question of HotpotQA has two, and a "
+        "question of PopQA has one to twelve, two on average. The passages of a question together have "
+        f"{min(lengths):.0f} to {max(lengths):.0f} tokens on average, depending on the set. Those of "
+        "PopQA were found by a retriever. The other sets say which passages contain the answer, and the model gets "
+        "these. If your retriever misses the passage with the answer, expect a lower F1.",
         "**Fine-tuned.** The base model has a LoRA that was trained on 4,000 questions with the whole text of their "
         "passages. We call this model the *fine-tuned reader*. The aligner was trained on about 113,000 questions, so "
         "the comparison is uneven. Without fine-tuning, the base model answers in full sentences, which lowers F1.",

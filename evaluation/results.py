@@ -56,7 +56,7 @@ NO_SHARE_NOTE = (
 DIFFERENCES_NOTE = (
     "Differences are in percentage points, over the questions that both methods answered. A positive number means that "
     "ArcAligner's score is higher. If the interval in brackets contains 0, the difference may be chance. A dash means "
-    "that the two methods were not measured in the same run."
+    "that the two methods were not measured in the same run. A row with nothing but dashes is left out."
 )
 POSITIONS_NOTE = (
     "A position is a place in the prompt: a token of text takes one, and so does a slot. The first number is how many "
