@@ -390,7 +390,7 @@ TITLES = {
     "backbones": "Right answers of three methods, by backbone",
     "perplexity": "Reconstruction perplexity after stage I",
     "gates": "Mean passes of a slot at each layer",
-    "categories": "Right answers by whether Naive and StandardRAG are right",
+    "categories": "Right answers in the groups TT, TF, FT and FF",
     "ratios": "F1 and EM at different compression ratios",
     "cases": "Case studies: the passes of each slot",
 }
