@@ -321,12 +321,17 @@ class Reproduction:
                 f"{self.settings.output}`, with `--data FOLDER` if the sets are in files."
             )
         picture = categories.draw_categories(results, METRIC_NAMES[metric])
+        right = {
+            "em": "it contains a gold answer, an answer that the data set calls right",
+            "acc": "the judge accepts it",
+        }
         about = (
-            f"The first table shows the share of right answers in each group ({METRIC_NAMES[metric]} decides which "
-            "answers are right). TT: Naive and StandardRAG are both right; TF: only Naive; FT: only StandardRAG; FF: "
-            "neither. The rows *number of questions* show how many questions a group has."
+            "The first table shows the share of right answers in each group. (The figure calls it "
+            f"{METRIC_NAMES[metric]}.) An answer is right if {right[metric]}. TT: Naive and StandardRAG are both "
+            "right; TF: only Naive; FT: only StandardRAG; FF: neither. The rows *number of questions* show how many "
+            "questions a group has."
         )
-        note = footnote_of(sets, self.settings, has_f1=False)
+        note = footnote_of(sets, self.settings, has_f1=False, explains_em=False)
         lines = [about, "", *categories.categories_table(results), "", *note]
         return self.write("categories", TITLES["categories"], lines, picture)
 
@@ -363,10 +368,16 @@ class Reproduction:
             name = f"case_{number}"
             save_figure(self.folder / f"{name}.svg", gates.draw_trace(case, model.config.max_refinement_steps + 1))
             lines += [f"## Case {number}", "", f"![{case['question']}]({name}.svg)", "", *gates.trace_lines(case), ""]
+        mode = model.config.gate_mode
+        effects = {
+            "adaptive": "trained gates decide about further passes",
+            "always": "every slot takes all passes",
+            "off": "every slot takes one pass",
+        }
         about = (
             "In the paper's notation, `traj` is a list with an entry for each slot: the passes that this slot takes at "
             "a layer. `L0.` is one pass, `LL` two, `LLL` three. At layers without a `traj`, every slot takes one "
-            f"pass. The answers are those of {Path(checkpoint).name} in the gate mode `{model.config.gate_mode}`."
+            f"pass. The answers are those of {Path(checkpoint).name} in the gate mode `{mode}`: {effects[mode]}."
         )
         return self.write("cases", TITLES["cases"], [about, "", *lines])
 
@@ -376,10 +387,10 @@ TITLES = {
     "table2": "Table 2: EM, F1 and Acc on PopQA_longtail, TriviaQA* and WebQuestions",
     "recall": "Recall of the retriever, before and after re-ranking",
     "ablation": "Table 3: ablations on HotpotQA, Natural Questions and TriviaQA*",
-    "backbones": "Accuracy across different backbones",
+    "backbones": "Right answers of three methods, by backbone",
     "perplexity": "Reconstruction perplexity after stage I",
     "gates": "Mean passes of a slot at each layer",
-    "categories": "Right answers by whether Naive and StandardRAG are right",
+    "categories": "Right answers in the groups TT, TF, FT and FF",
     "ratios": "F1 and EM at different compression ratios",
     "cases": "Case studies: the passes of each slot",
 }
@@ -690,7 +701,7 @@ def costs(sets: dict[str, Any]) -> list[str]:
     of_n = ' "of N" means that it was measured on only N questions.' if fewer else ""
     about = "The next table repeats F1, and adds three numbers where they were measured:"
     if any("arcaligner" in entry["methods"] for entry in sets.values()):
-        about = f"The row in bold is our default. {about}"
+        about = about.replace("The next table", "In the next table, the row in bold is our default. The table")
     notes = [
         f"*floor* is the F1 if the passages belong to another question, in percent.{of_n} If it is far below F1, the "
         "answers come from the passages.",
@@ -702,7 +713,7 @@ def costs(sets: dict[str, Any]) -> list[str]:
         "that they take in the prompt.",
     ]
     rows = table("F1 (floor, retained), compression", method_titles(sets), sets, cell)
-    return [about, "", *_items(notes), "", *rows]
+    return [*textwrap.wrap(about, 120), "", *_items(notes), "", *rows]
 
 
 def footnote_of(
