@@ -491,12 +491,14 @@ def speed_table(latency: dict[str, Any], cached: dict[str, Any]) -> list[str]:
         "cached passages can be combined. The time of text is that of an ordinary prefix cache, which works only for "
         "the same passages in the same order. Text can be cached for each passage, too, with a model that was trained "
         "for it; its times are about those of the prefix cache ([docs/speed.md](docs/speed.md#cached-passages)).",
-        f"**Two CPUs.** The two columns of times were measured on different CPUs ({latency['machine']['cpu']}; cached "
-        f"passages: {cached['machine']['cpu']}). So compare times within a column only. On the second CPU, text that "
-        f"is not cached takes {milliseconds(cached_sizes, 'text')} ms.",
+        f"**Different CPUs.** The column *Not cached* was measured on an {latency['machine']['cpu']}, the column "
+        f"*Cached* on an {cached['machine']['cpu']}. So compare times within a column only. On the "
+        f"{cached['machine']['cpu']}, text that is not cached takes {milliseconds(cached_sizes, 'text')} ms.",
         "**One selected passage.** The time includes the scoring of passages. Only [some "
         "passages](docs/extensions.md#selection-of-passages) are scored, so {1} passages take about as long as {0}. "
-        "The time without a cache was not measured.".format(*SHORT_PASSAGES),
+        "The cache has the keys and values of all passages. The time without a cache was not measured.".format(
+            *SHORT_PASSAGES
+        ),
         "**Whole text.** The times are those of the base model without fine-tuning.",
     ]
     columns = ["The model is given", "Tokens per slot", "Not cached, ms", "Cached, ms", "Size of the cache, MiB"]

@@ -289,5 +289,5 @@ def test_sliding_layers_are_refused(processor):
 
 
 def test_segments_cannot_be_finer(zooming, processor):
-    with pytest.raises(ValueError, match='The processor\'s `tokens_per_slot` is "segment"; expected a number'):
+    with pytest.raises(ValueError, match='the processor\'s `tokens_per_slot` is "segment"; expected a number'):
         check_zoom(zooming[0], processor_with(processor, tokens_per_slot="segment"), 0.5)

@@ -304,7 +304,7 @@ def open_part(
     if not len(corpus):
         raise ValueError(
             f"`validation_share` is {share}, which leaves no row of {source} for "
-            f"{'validation' if held_out else 'training'}. Change `validation_share`, or choose a file with more "
+            f"{'validation. Raise' if held_out else 'training. Lower'} `validation_share`, or choose a file with more "
             "articles."
             if share
             else f"{source} has no rows. Choose another file or data set."

@@ -536,7 +536,8 @@ def train(
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run", help="Do not train; print how much memory, disk space, steps and time training needs."
+            "--dry-run",
+            help="Do not train; print how much memory, disk space and time the training needs, and its steps.",
         ),
     ] = False,
     gpus: Annotated[
@@ -661,8 +662,8 @@ def evaluate(
     top_k: Annotated[
         int | None,
         typer.Option(
-            help="Maximum number of passages per question. Default: the recipe's, else all, or one if passages are "
-            "retrieved."
+            help="Maximum number of passages per question. Default: the value of the recipe; without one, one passage "
+            "if passages are retrieved, else all."
         ),
     ] = None,
     corpus: Annotated[
@@ -706,7 +707,11 @@ def reproduce(
         ),
     ],
     recipe: Annotated[
-        str, typer.Option(help="smollm2_135m, paper, or the path of a YAML file like those in evaluation/recipes.")
+        str,
+        typer.Option(
+            help="Recipe of the evaluation: smollm2_135m, paper, or the path of a YAML file like those in "
+            "evaluation/recipes."
+        ),
     ] = "smollm2_135m",
     num_questions: Annotated[
         int | None, typer.Option("--questions", "-n", help="Maximum number of questions per task.", min=1)

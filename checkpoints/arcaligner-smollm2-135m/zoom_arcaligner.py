@@ -57,8 +57,8 @@ def check_zoom(
     finer = processor.tokens_per_slot
     if finer == "segment":
         raise ValueError(
-            'The processor\'s `tokens_per_slot` is "segment"; expected a number for `zoom`, because it is that of the '
-            "finer slots. Use an aligner that was trained with fewer tokens per slot, or leave out `zoom`."
+            '`zoom` replaces slots with finer ones, but the processor\'s `tokens_per_slot` is "segment"; expected a '
+            "number. Set it to one that the aligner was trained with, such as 2, or leave out `zoom`."
         )
     coarser = COARSER * finer if tokens_per_slot is None else tokens_per_slot
     if not is_coarser(coarser, finer):

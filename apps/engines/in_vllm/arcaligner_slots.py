@@ -159,7 +159,8 @@ def _read_header(path: Path, modified: int, size: int) -> Header:
             raise ValueError(f"its tensor has the shape {shape}; expected (layers, 2, heads, slots, head_dim)")
         if "base_model" not in metadata:
             raise ValueError(
-                "it is a file of version 0.2, which does not name its base model; expected a file of this version"
+                "it was written by ArcAligner 0.2 and does not name its base model; expected a file of the "
+                "installed version"
             )
         fingerprint, base_model = json.loads(metadata["fingerprint"]), json.loads(metadata["base_model"])
         # The name is the digest of everything that the keys and values depend on.
