@@ -83,7 +83,8 @@ TYPED = [
     ),
     (
         "README.md",
-        rf"after {NUMBER} ms from cached slots; .*? not cached, .*? after {NUMBER} ms\. .*? of text is faster, {NUMBER} ms",
+        rf"after {NUMBER} ms from cached slots; .*? not cached, .*? after {NUMBER} ms\. .*? of text is faster, "
+        f"{NUMBER} ms",
         [cached_ms(arm) for arm in ("slots_x2_top_ranked", "text", "text_same_set")],
     ),
     ("README.md", f"min_confidence={NUMBER}` .*? is below {NUMBER}", [THRESHOLD, THRESHOLD]),
