@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import logging
+import math
 import os
 import re
 import sys
@@ -381,6 +382,10 @@ class AlignerTrainingConfig(SFTConfig):
         batch_tokens (`int`, *optional*): Maximum number of positions (tokens and slots) of a batch, padding included.
             Each batch then has as many examples as fit, instead of `per_device_train_batch_size`. Needs `max_steps`
             and one process; the whole run counts as one epoch.
+        max_seconds (`float`, *optional*): End the training after this time, counted from its first step, if `max_steps`
+            has not ended it before. The learning rate then falls with the time: at half of the time it is what it would
+            be at half of the steps. Checkpoints store the time, so a resumed run continues to count. Needs one process.
+            Default: no limit.
         gate_learning_rate (`float`, *optional*): Learning rate of the gates, which start untrained in stage III.
             Default: `learning_rate`.
         encoder_learning_rate (`float`, *optional*): Learning rate of the encoder's LoRA (`encoder_lora_r`). Default:
@@ -402,6 +407,7 @@ class AlignerTrainingConfig(SFTConfig):
     loss_type: str = "nll"  # the model's own; TRL's former default replaces the model's forward
     global_batch_size: int | None = None
     batch_tokens: int | None = None
+    max_seconds: float | None = None
     gate_learning_rate: float | None = None
     encoder_learning_rate: float | None = None
     average_checkpoints: int = 0
@@ -427,6 +433,7 @@ class AlignerTrainingConfig(SFTConfig):
                 self.per_device_train_batch_size,
             )
         self._check_batch_tokens()
+        self._check_max_seconds()
         self.dataset_kwargs = {"skip_prepare_dataset": True} | (self.dataset_kwargs or {})
         refused = {
             "packing": self.packing,
@@ -462,6 +469,17 @@ class AlignerTrainingConfig(SFTConfig):
                 f"are kept. Set `save_total_limit` to at least {mean}, or `average_checkpoints` to 0."
             )
         super().__post_init__()
+
+    def _check_max_seconds(self) -> None:
+        if self.max_seconds is None:
+            return
+        if not 0 < self.max_seconds < math.inf:
+            raise ValueError(f"`max_seconds` is {self.max_seconds}; expected a number of seconds above 0.")
+        if num_processes() > 1:
+            raise ValueError(
+                f"{num_processes()} processes were started, but with `max_seconds` the training needs one process, "
+                "because the clocks of several differ. Start one process, or leave `max_seconds` out."
+            )
 
     def _check_batch_tokens(self) -> None:
         if self.batch_tokens is None:

@@ -14,8 +14,10 @@ more than all decoder layers of a small model.
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,10 @@ import torch
 from accelerate.utils import gather_object, send_to_device
 from datasets import Dataset
 from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 from transformers import PreTrainedConfig, TrainerCallback, TrainerState, set_seed
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import SFTTrainer
 
@@ -238,6 +242,9 @@ class AlignerTrainer(SFTTrainer):
         super().__init__(model, **kwargs)
         model.register_load_state_dict_post_hook(_expect_aligner_only)
         self.add_callback(StepCallback(self))
+        self.deadline = None if self.args.max_seconds is None else Deadline(self.args.max_seconds)
+        if self.deadline is not None:
+            self.add_callback(self.deadline)
         # A loss that is not finite ends the run; the filter would synchronize twice a step.
         self.args.logging_nan_inf_filter = False
         if self.is_deepspeed_enabled:
@@ -317,6 +324,22 @@ class AlignerTrainer(SFTTrainer):
                     group["params"] = [parameter for parameter in group["params"] if parameter not in members]
                     optimizer.add_param_group(group | {"params": chosen, "lr": rate})
         return optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
+        """As in the parent class; with `max_seconds` the learning rate follows the time, where that is further than the
+        steps."""
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        if self.deadline is not None:
+            if not isinstance(scheduler, LambdaLR):
+                raise ValueError(
+                    f"`lr_scheduler_type` is {self.args.lr_scheduler_type.value!r}, which depends on more than the "
+                    "step, so it cannot follow `max_seconds`. Choose another one, such as 'linear', or leave "
+                    "`max_seconds` out."
+                )
+            scheduler.lr_lambdas = [
+                partial(self.deadline.factor, factor, num_training_steps) for factor in scheduler.lr_lambdas
+            ]
+        return scheduler
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The NLL of a batch's targets (Eq. 10)."""
@@ -524,6 +547,39 @@ class StepCallback(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
         self.trainer.gather_counts()
+
+
+class Deadline(TrainerCallback, ExportableState):
+    """Ends a training `max_seconds` after its first step. Checkpoints store the time that has passed."""
+
+    def __init__(self, max_seconds: float):
+        self.max_seconds = max_seconds
+        self._seconds, self._began = 0.0, None  # of the runs before this one, and when this one began
+
+    @property
+    def seconds(self) -> float:
+        """The time that has passed."""
+        return self._seconds + (0.0 if self._began is None else time.monotonic() - self._began)
+
+    def factor(self, factor_of_step: Callable[[int], float], num_steps: int, step: int) -> float:
+        """The factor of the learning rate: that of `step`, or of a later step, if the time is further."""
+        share = min(1.0, self.seconds / self.max_seconds)
+        return factor_of_step(max(step, int(share * num_steps)))
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        if saved := state.stateful_callbacks.get(type(self).__name__):  # of the checkpoint, if the run is resumed
+            self._seconds = saved["attributes"]["seconds"]
+
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        if self._began is None:
+            self._began = time.monotonic()
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        if self.seconds >= self.max_seconds:
+            control.should_training_stop = True
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"max_seconds": self.max_seconds}, "attributes": {"seconds": self.seconds}}
 
 
 def _expect_aligner_only(model: ArcAlignerForCausalLM, keys) -> None:

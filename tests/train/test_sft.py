@@ -2,12 +2,13 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from conftest import chat_inputs
-from training_recipes import logs, parameters, run, run_until
+from training_recipes import logs, parameters, parse, run, run_until
 
 from arcaligner import ArcAlignerConfig, ArcAlignerForCausalLM, ArcAlignerProcessor
 from arcaligner.train import recipe, sft
@@ -132,6 +133,58 @@ def test_resumed_run_equals_uninterrupted(tmp_path, write_recipe, whole_run, cap
     for key in ("num_tokens", "loss"):
         values = [[entry[key] for entry in logs(folder, key)] for folder in (tmp_path / "run", whole_run)]
         assert values[0] == values[1]
+
+
+TIMED = {"max_steps": 100, "max_seconds": 45.0, "logging_steps": 1, "lr_scheduler_type": "linear", "warmup_steps": 0}
+
+
+@pytest.fixture
+def steps_of_ten_seconds(monkeypatch):
+    """A clock that only training steps move, by ten seconds each."""
+    now, step = [100.0], AlignerTrainer.training_step
+
+    def training_step(self, *args, **kwargs):
+        now[0] += 10
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(sft, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(AlignerTrainer, "training_step", training_step)
+
+
+def test_time_limit_ends_run(tmp_path, write_recipe, steps_of_ten_seconds):
+    """The learning rate falls to 0 with the time, and the stage is saved."""
+    run(write_recipe("grounding", tmp_path, **TIMED))
+    rates = [entry["learning_rate"] for entry in logs(tmp_path, "learning_rate")]
+    assert rates == pytest.approx([0.01 * (1 - share / 100) for share in (0, 22, 44, 66, 88)])
+    assert parameters(tmp_path)
+
+
+def test_steps_end_before_time(tmp_path, write_recipe, steps_of_ten_seconds):
+    run(write_recipe("grounding", tmp_path, **TIMED | {"max_steps": 2}))
+    assert [entry["learning_rate"] for entry in logs(tmp_path, "learning_rate")] == pytest.approx([0.01, 0.005])
+
+
+def test_resumed_run_continues_to_count_time(tmp_path, write_recipe, steps_of_ten_seconds):
+    run(write_recipe("grounding", tmp_path / "whole", **TIMED))
+    arguments = write_recipe("grounding", tmp_path / "run", **TIMED)
+    run_until(3, arguments)
+    run(arguments)
+    assert len(logs(tmp_path / "run", "learning_rate")) == 5
+    torch.testing.assert_close(parameters(tmp_path / "run"), parameters(tmp_path / "whole"), rtol=0, atol=0)
+
+
+def test_invalid_time_limits_are_refused(tmp_path, write_recipe):
+    with pytest.raises(ValueError, match="`max_seconds` is 0.0; expected"):
+        run(write_recipe("grounding", tmp_path, **TIMED | {"max_seconds": 0.0}))
+    evaluated = {"eval_files": {write_recipe.files["grounding"]: 1.0}, "eval_strategy": "steps"}
+    with pytest.raises(ValueError, match="is 'reduce_lr_on_plateau', .* cannot follow `max_seconds`"):
+        run(write_recipe("grounding", tmp_path, **TIMED | evaluated | {"lr_scheduler_type": "reduce_lr_on_plateau"}))
+
+
+def test_time_limit_needs_one_process(tmp_path, write_recipe, monkeypatch):
+    monkeypatch.setattr(recipe, "num_processes", lambda: 2)
+    with pytest.raises(ValueError, match="2 processes were started, but with `max_seconds`"):
+        parse(write_recipe("grounding", tmp_path, **TIMED))
 
 
 def test_checkpoint_to_resume_from(tmp_path, write_recipe, whole_run):
