@@ -68,6 +68,13 @@ def test_links_lead_to_headings(page):
     assert [link for link in links if is_broken(page, link)] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_rows_of_tables_have_lines_of_their_own(page):
+    """A table whose rows were joined to a paragraph is no longer a table."""
+    text = re.sub(r"`[^`\n]*`", "", page.read_text(encoding="utf-8"))
+    assert re.findall(r"^.*\S\s*\|[\s|]*\|\s*:?-{3,}.*$|^[ ]*[^|\s].*\|-{3,}\|.*$", text, flags=re.MULTILINE) == []
+
+
 def test_readme_names_existing_paths():
     """Paths in the README exist, except for those that its commands write."""
     paths = re.findall(r"(?:train|docs|benchmarks|checkpoints|tests|examples)/[\w./-]+\w", README)
