@@ -646,7 +646,7 @@ def _passages_note(sets: dict[str, Any]) -> list[str]:
     }
     if "Contriever" not in words:
         notes["MiniLM"] = "*MiniLM* is all-MiniLM-L6-v2, a model that finds passages for a question."
-    about = "The next table shows how many questions each set has here, and from which passages they were answered."
+    about = "The next table describes the questions and passages of each set."
     note = " ".join([about, *(text for word, text in notes.items() if word in words)])
     return [*textwrap.wrap(note, 120), ""]
 
