@@ -545,9 +545,10 @@ def _comparison_notes(rows: list[list[str]]) -> list[str]:
         "*Acc* is the share of answers that a judge, a chat model, accepts as right.",
     ]
     if any("[" in cell for cell in cells):
-        notes.append("Brackets contain a 95 % interval of F1. They are shown for sets with few questions.")
+        few = f"if fewer than {FEW_QUESTIONS} questions were answered"
+        notes.append(f"Brackets contain a 95 % interval of F1, shown {few}.")
     if any(" of " in cell for cell in cells):
-        notes.append('"of N" at the end of a cell means that only N questions were answered.')
+        notes.append('"of N" at the end of a cell means that only N questions of the set were answered.')
     notes += [
         "A dash means not measured or, in the first two columns, that there is no such method.",
         "*paper* is what the paper reports, for Mistral 7B. *ours* is what we measured.",
@@ -645,7 +646,7 @@ def _passages_note(sets: dict[str, Any]) -> list[str]:
     }
     if "Contriever" not in words:
         notes["MiniLM"] = "*MiniLM* is all-MiniLM-L6-v2, a model that finds passages for a question."
-    about = "The next table shows how many questions were answered, and from which passages."
+    about = "The next table describes the questions and passages of each set."
     note = " ".join([about, *(text for word, text in notes.items() if word in words)])
     return [*textwrap.wrap(note, 120), ""]
 

@@ -40,7 +40,7 @@ SCORES_NOTE = (
     'Brackets contain 95 % bootstrap intervals over questions. "of N" means that only N questions of the set '
     "were used. A dash means not measured."
 )
-CONTAIN_GOLD = "Passages contain a gold answer, % of the questions"  # a column of tables of sets
+CONTAIN_GOLD = "Questions whose passages contain a gold answer, %"  # a column of tables of sets
 FLOOR_NOTE = (
     "The first number is F1 with the passages of the question. *Floor* is F1 with the passages of another question. If "
     'the floor is low, the answers come from the passages. "of N" means that the floor was measured on only N '

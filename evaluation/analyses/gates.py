@@ -139,7 +139,7 @@ def trace_lines(case: dict[str, Any]) -> list[str]:
     """Markdown lines: the text of each slot, which slot takes the most passes, and the `traj` of each layer that loops,
     as in the paper."""
     lines = [f"**Question.** {one_line(case['question'], TITLE_WIDTH)}", ""]
-    lines += ["**Sentences**, with the paper's misprints. A slot, one vector, replaces each of them:", ""]
+    lines += ["**Sentences**, with the paper's misprints. A slot, one vector, replaces each sentence:", ""]
     lines += [f"{number}. {one_line(segment['text'], 300)}" for number, segment in enumerate(case["segments"], start=1)]
     answer, gold = one_line(case["answer"], TITLE_WIDTH), " / ".join(case["gold"])
     lines += ["", f"**Answer.** {answer} (right answer: {gold})", ""]
@@ -155,7 +155,8 @@ def trace_lines(case: dict[str, Any]) -> list[str]:
     largest = " and ".join(str(number) for number, passes in enumerate(passes_of_slots, start=1) if passes == most)
     found = (
         "Each time that a layer is applied to a slot is a *pass*. A slot takes one pass, and more where the gate of "
-        f"the layer is open. Summed over all layers, sentence {largest} takes the most passes, {most}."
+        f"the layer is open. Summed over all {len(case['trajectories'])} layers, sentence {largest} takes the most "
+        f"passes, {most}."
     )
     if case["evidence"] is not None:
         number = case["evidence"]
