@@ -108,7 +108,7 @@ ANSWERED = {
     "of 500 of them. " + _FEW_FOUND,
     "webq": f"WebQuestions has questions that people typed into Google. {_FEW_FOUND}",
     "squad": "A question of SQuAD is about a paragraph of Wikipedia. The model gets this paragraph as its passage.",
-    "squad_more": "This set has questions of the data set SQuAD that are not in the set *SQuAD* ([above](#squad)). The "
+    "squad_more": "These questions of SQuAD are not in our other question set from SQuAD ([above](#squad)). The "
     "passage is the paragraph of Wikipedia that a question is about.",
     "squad_unanswerable": "These questions of SQuAD 2.0 have no answer in the paragraph of Wikipedia that they are "
     "about. The model gets this paragraph as its passage, so it should abstain.",
@@ -321,11 +321,11 @@ def answers_intro(threshold: float, no_answer: str) -> list[str]:
         "# Answers",
         "",
         "This page shows what the [shipped aligner](glossary.md#the-model) answers, right or wrong. Each section has "
-        f"{ANSWERS_PER_SET} questions of one data set, the first ones by their ids. The model got the passages of a "
-        "question as *slots*, vectors that replace the text, at two tokens per slot. Each section says which passages "
-        "these are; all of them were used. Decoding was greedy, and answers were cut off after "
-        f"{MAX_NEW_TOKENS} tokens. [results.md](results.md) has the mean F1 of each data set. The columns of the "
-        "tables are:",
+        f"{ANSWERS_PER_SET} questions of one question set, the first ones by their ids. The model got the passages of "
+        "a question as *slots*, vectors that replace the text, at two tokens per slot. Each section says which "
+        "passages these are; all of them were used. Decoding was greedy, and answers were cut off after "
+        f"{MAX_NEW_TOKENS} tokens. [results.md](results.md) has the mean F1 of each question set that has "
+        "answers. The columns of the tables are:",
         "",
         "- *Expected* is the first gold answer, that is, the first answer that the data set calls right. (A question "
         'can have several.) "(not in the passages)" means that the question was written to have no answer in its '
@@ -360,7 +360,7 @@ def answers_section(task: str, threshold: float, cells: list[list[str]]) -> list
     table = markdown_table(["Question", "Expected", "Answer", "F1, %", "Answerability", "Abstains?"], cells)
     questions = (
         f"{ANSWERED[task]} The model is the [shipped aligner](glossary.md#the-model). The passages are given as "
-        "[slots](glossary.md#the-model), vectors that replace text. In commands the set is called "
+        "[slots](glossary.md#the-model), vectors that replace text. In commands this question set is called "
         f"[`{task}`](evaluation.md#tasks)."
     )
     about = [

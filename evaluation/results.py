@@ -50,8 +50,8 @@ FLOOR_NOTE = (
 )
 # Why a share may be missing.
 NO_SHARE_NOTE = (
-    "Naive and whole text have no share. Other methods have none if text is not clearly better than closed book, or if "
-    "F1, closed book and text were measured on different numbers of questions."
+    "Naive and the rows with the whole text have no share. Other rows have none if text is not clearly better than "
+    "closed book, or if F1, closed book and text were measured on different numbers of questions."
 )
 DIFFERENCES_NOTE = (
     "Differences are in percentage points, over the questions that both methods answered. A positive number means that "
@@ -62,7 +62,7 @@ POSITIONS_NOTE = (
     "A position is a place in the prompt: a token of text takes one, and so does a slot. The first number is how many "
     "positions the passages of a question take, on average. The number after *x* is the measured compression: the "
     "number of tokens of all passages of a question, divided by these positions. (ArcAligner's README counts only the "
-    "passages that are used. So its compression of the default, *one passage or two*, is lower.)"
+    "passages that are used, so there the compression of the default, *one passage or two*, is lower.)"
 )
 PAPER_NOTE = (
     "These are the numbers of the ArcAligner paper. It has another base model and other passages, so do not compare "

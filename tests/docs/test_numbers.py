@@ -91,7 +91,7 @@ TYPED = [
     ("README.md", f"Documents of more than {NUMBER} tokens", [LONGEST]),
     ("README.md", f"the sentence encoder's vector: {NUMBER} bytes", [str(2 * CONFIG["encoder_hidden_size"])]),
     ("docs/corpus.md", f"A slot takes {NUMBER} bytes", [str(2 * CONFIG["encoder_hidden_size"])]),
-    ("docs/corpus.md", f"a slot of the shipped aligner takes {NUMBER} KB in float32", CACHED),
+    ("docs/corpus.md", f"a slot of the shipped aligner take {NUMBER} KB in float32", CACHED),
     ("docs/server.md", f"a slot of the shipped aligner takes {NUMBER} KB", CACHED),
     ("docs/formats.md", f"a slot of the shipped aligner take {NUMBER} KB in float32", CACHED),
     ("docs/server.md", f"document of more than {NUMBER} tokens is cut", [LONGEST]),
