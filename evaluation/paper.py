@@ -701,8 +701,8 @@ def costs(sets: dict[str, Any]) -> list[str]:
     fewer = any(floor["questions"] < of_all["questions"] for floor, of_all in floors)
     of_n = ' "of N" means that it was measured on only N questions.' if fewer else ""
     has_default = any("arcaligner" in entry["methods"] for entry in sets.values())
-    table = "In the next table, the row in bold is our default. The table" if has_default else "The next table"
-    about = f"{table} repeats F1, and adds three numbers where they were measured:"
+    which = "In the next table, the row in bold is our default. The table" if has_default else "The next table"
+    about = f"{which} repeats F1, and adds three numbers where they were measured:"
     notes = [
         f"*floor* is the F1 if the passages belong to another question, in percent.{of_n} If it is far below F1, the "
         "answers come from the passages.",
