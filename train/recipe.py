@@ -485,7 +485,9 @@ class AlignerTrainingConfig(SFTConfig):
         if self.batch_tokens is None:
             return
         if self.batch_tokens < 1:
-            raise ValueError(f"`batch_tokens` is {self.batch_tokens}; expected a number of positions of at least 1.")
+            raise ValueError(
+                f"`batch_tokens` is {self.batch_tokens}; expected a maximum number of positions, 1 or more."
+            )
         if self.max_steps <= 0:
             raise ValueError(
                 f"`max_steps` is {self.max_steps}, but `batch_tokens` needs a number of steps, because the number of "

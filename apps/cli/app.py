@@ -524,7 +524,10 @@ def train(
     ] = None,
     accelerate: Annotated[
         str | None,
-        typer.Option(help="Train in several processes: ddp, fsdp2, cpu, or a configuration file of Accelerate."),
+        typer.Option(
+            help="Train in several processes: ddp (each GPU has all weights), fsdp2 (weights are divided among the "
+            "GPUs), cpu, or the path of a configuration file of Accelerate."
+        ),
     ] = None,
     device: Annotated[
         str | None,

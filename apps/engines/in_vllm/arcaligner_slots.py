@@ -231,9 +231,8 @@ def check_slots(slots: Any) -> list[Header]:
         )
     if first.fingerprint.get("passage_attention") != "separate" and len(slots) > 2:
         raise ValueError(
-            f"`slots` names {len(slots) - 1} files of passages; expected one, because passages of this aligner attend "
-            "to each other, so one file has all passages of a question. Pass two files: one of the text before the "
-            "passages, and one of the passages."
+            f"`slots` names {len(slots)} files; expected two, because passages of this aligner attend to each other: "
+            "one of the text before the passages, and one of all passages of the question. Pass these two."
         )
     return headers
 

@@ -299,7 +299,7 @@ def test_joint_passages_are_one_file(processor, folder):
     (files,) = model.passage_cache(processor, folder=folder).prefix_files(QUESTION, [ADA, RADIK])
     body = slots_request(files)["kv_transfer_params"]["slots"]
     assert len(slots.check_slots(body)) == 2
-    with pytest.raises(ValueError, match="`slots` names 2 files of passages; expected one"):
+    with pytest.raises(ValueError, match="`slots` names 3 files; expected two"):
         slots.check_slots([*body, body[1]])
 
 
