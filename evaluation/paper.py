@@ -626,6 +626,8 @@ def _titles_in(results: dict[str, Any], tasks: Sequence[str], methods: Sequence[
 
 def _questions_of(sets: dict[str, Any]) -> list[str]:
     """Markdown lines: how many questions of each set were asked, about which passages."""
+    if not sets:
+        return []
     rows = [
         [title, entry["questions"], f"{PAPER['questions'][title]:,}", entry["passages"], f"{entry['recall'][0]:.0f}"]
         for title, entry in sets.items()

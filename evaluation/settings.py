@@ -118,6 +118,7 @@ def read_settings(recipe: str | None, command_keys: dict[str, Any], of_tasks: di
     of_recipe = keys.get("tasks", {})
     if isinstance(of_recipe, dict):
         of_recipe = ((keys.get("reproduce") or {}).get("tasks") or {}) | of_recipe
+    corpus_of_recipe = keys.get("corpus")
     keys |= {key: value for key, value in command_keys.items() if value is not None}
     keys = _with_new_names(keys)
     refuse_unknown("the evaluation's settings", keys, _fields(EvaluationSettings))
@@ -131,7 +132,9 @@ def read_settings(recipe: str | None, command_keys: dict[str, Any], of_tasks: di
         refuse_unknown(f"`{name}`", task_keys, _fields(TaskSettings))
         of_task = TaskSettings(**task_keys)
         task = replace(of_task, **over)
-        if (task.passages, task.top_k) != (of_task.passages, of_task.top_k):  # the recipe describes other passages
+        other_corpus = task.passages == "retrieved" and keys.get("corpus") != corpus_of_recipe
+        if other_corpus or (task.passages, task.top_k) != (of_task.passages, of_task.top_k):
+            # The recipe describes other passages.
             task = replace(task, about=over.get("about"))
         tasks[name] = task
     if command_keys.get("corpus") is not None and all(task.passages != "retrieved" for task in tasks.values()):

@@ -76,6 +76,7 @@ class StagePlan:
     activation_checkpointing: bool
     examples: Examples
     steps: int | None
+    max_seconds: float | None  # of the training
     per_device: int
     batch_tokens: int | None  # of a batch, instead of `per_device` examples
     accumulated: int
@@ -99,9 +100,10 @@ class StagePlan:
 
     def hours(self, tokens_per_second: float) -> float | None:
         """Hours of training with `tokens_per_second` on each GPU; `None` if the number of steps is not known."""
+        most = math.inf if self.max_seconds is None else self.max_seconds / 3600
         if self.steps is None:
-            return None
-        return self.steps * self.tokens_per_step / tokens_per_second / 3600
+            return None if self.max_seconds is None else most
+        return min(most, self.steps * self.tokens_per_step / tokens_per_second / 3600)
 
 
 # Models
@@ -301,6 +303,7 @@ def _plan(
         activation_checkpointing=bool(args.gradient_checkpointing),  # all versions have the old name
         examples=examples,
         steps=steps,
+        max_seconds=args.max_seconds,
         per_device=per_device,
         batch_tokens=args.batch_tokens,
         accumulated=accumulated,
@@ -356,7 +359,7 @@ def lines_of(plans: list[StagePlan], tokens_per_second: float | None = None) -> 
             "trained": f"{plan.num_trained / 1e6:.1f} million parameters",
             "examples": f"{number}; {examples.mean:.0f} tokens on average ({how}), at most {examples.longest}",
             "optimizer step": _step_of(plan),
-            "steps": "unknown" if plan.steps is None else f"{plan.steps:,}",
+            "steps": _steps_of(plan),
             "memory per GPU": f"{plan.bytes_needed / GIB:.1f} GiB with activation checkpointing {checkpointing}: "
             f"base model {memory.backbone / GIB:.1f}, encoder {memory.encoder / GIB:.1f}, aligner with gradients and "
             f"Adam's moments {memory.aligner / GIB:.1f}, activations of the longest examples {activations / GIB:.1f}",
@@ -372,6 +375,11 @@ def lines_of(plans: list[StagePlan], tokens_per_second: float | None = None) -> 
             rows["time"] += f" at {tokens_per_second:,.0f} tokens a second on each GPU"
         lines += [plan.name, *(f"  {name:<19}{text}" for name, text in rows.items()), ""]
     return [*lines, *_of_this_machine(plans)]
+
+
+def _steps_of(plan: StagePlan) -> str:
+    steps = "unknown" if plan.steps is None else f"{plan.steps:,}"
+    return steps if plan.max_seconds is None else f"{steps}, or as many as {plan.max_seconds:g} seconds allow"
 
 
 def _step_of(plan: StagePlan) -> str:

@@ -384,8 +384,8 @@ class AlignerTrainingConfig(SFTConfig):
             and one process; the whole run counts as one epoch.
         max_seconds (`float`, *optional*): End the training after this time, counted from its first step, if `max_steps`
             has not ended it before. The learning rate then falls with the time: at half of the time it is what it would
-            be at half of the steps. Checkpoints store the time, so a resumed run continues to count. Needs one process.
-            Default: no limit.
+            be at half of the steps, a warmup included; so give `warmup_steps` as a share of the steps (below 1).
+            Checkpoints store the time, so a resumed run continues to count. Needs one process. Default: no limit.
         gate_learning_rate (`float`, *optional*): Learning rate of the gates, which start untrained in stage III.
             Default: `learning_rate`.
         encoder_learning_rate (`float`, *optional*): Learning rate of the encoder's LoRA (`encoder_lora_r`). Default:
@@ -479,6 +479,11 @@ class AlignerTrainingConfig(SFTConfig):
             raise ValueError(
                 f"{num_processes()} processes were started, but with `max_seconds` the training needs one process, "
                 "because the clocks of several differ. Start one process, or leave `max_seconds` out."
+            )
+        if self.restore_callback_states_from_checkpoint:
+            raise ValueError(
+                "`restore_callback_states_from_checkpoint` is true, but with `max_seconds` the time of a checkpoint is "
+                "restored without it. Leave `restore_callback_states_from_checkpoint` out."
             )
 
     def _check_batch_tokens(self) -> None:

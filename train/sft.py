@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 from transformers import PreTrainedConfig, TrainerCallback, TrainerState, set_seed
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import SFTTrainer
@@ -241,10 +242,10 @@ class AlignerTrainer(SFTTrainer):
         model.encoder_weights = torch.nn.ParameterList(encoder_weights)
         super().__init__(model, **kwargs)
         model.register_load_state_dict_post_hook(_expect_aligner_only)
-        self.add_callback(StepCallback(self))
         self.deadline = None if self.args.max_seconds is None else Deadline(self.args.max_seconds)
-        if self.deadline is not None:
+        if self.deadline is not None:  # before `StepCallback`, which gathers counts if a checkpoint is saved
             self.add_callback(self.deadline)
+        self.add_callback(StepCallback(self))
         # A loss that is not finite ends the run; the filter would synchronize twice a step.
         self.args.logging_nan_inf_filter = False
         if self.is_deepspeed_enabled:
@@ -566,17 +567,24 @@ class Deadline(TrainerCallback, ExportableState):
         share = min(1.0, self.seconds / self.max_seconds)
         return factor_of_step(max(step, int(share * num_steps)))
 
+    @classmethod
+    def seconds_of(cls, state: TrainerState) -> float:
+        """The time that had passed when the `state` of a checkpoint was saved."""
+        saved = state.stateful_callbacks.get(cls.__name__)
+        return 0.0 if saved is None else saved["attributes"]["seconds"]
+
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        if saved := state.stateful_callbacks.get(type(self).__name__):  # of the checkpoint, if the run is resumed
-            self._seconds = saved["attributes"]["seconds"]
+        self._seconds = self.seconds_of(state)
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:
         if self._began is None:
             self._began = time.monotonic()
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
-        if self.seconds >= self.max_seconds:
+        if self.seconds >= self.max_seconds:  # as after the last step of `max_steps`
             control.should_training_stop = True
+            control.should_save |= args.save_strategy == "steps"
+            control.should_evaluate |= args.eval_strategy == "steps" and args.eval_delay <= state.global_step
 
     def state(self) -> dict[str, Any]:
         return {"args": {"max_seconds": self.max_seconds}, "attributes": {"seconds": self.seconds}}
@@ -718,6 +726,10 @@ def train(recipe: RecipeArguments, args: AlignerTrainingConfig, settings: str) -
     are saved in it."""
     with claim_folder(args.output_dir, settings, is_main=args.process_index == 0):
         checkpoint = last_checkpoint(args.output_dir)
+        if checkpoint is not None and args.max_seconds is not None:
+            state = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
+            if Deadline.seconds_of(state) >= args.max_seconds:  # only the saving of the stage is left
+                args.max_steps = state.global_step
         with preparation():
             dtype = resolve_dtype(recipe.dtype, args.device, checkpoint)
             processor = load_processor(recipe, args.chat_template_path)

@@ -173,9 +173,30 @@ def test_resumed_run_continues_to_count_time(tmp_path, write_recipe, steps_of_te
     torch.testing.assert_close(parameters(tmp_path / "run"), parameters(tmp_path / "whole"), rtol=0, atol=0)
 
 
+def test_time_limit_saves_and_evaluates(tmp_path, write_recipe, steps_of_ten_seconds):
+    """Also if the next checkpoint and the next evaluation would come later; the mean contains the last weights."""
+    evaluated = {"eval_files": {write_recipe.files["grounding"]: 1.0}, "eval_strategy": "steps", "eval_steps": 50}
+    evaluated |= {"validation_share": 0.5}
+    run(write_recipe("grounding", tmp_path, **TIMED | evaluated | {"save_steps": 50, "average_checkpoints": 2}))
+    assert [entry["step"] for entry in logs(tmp_path, "eval_loss")] == [5]
+    assert json.loads((tmp_path / "checkpoint-5/trainer_state.json").read_text())["num_input_tokens_seen"] > 0
+
+
+@pytest.mark.parametrize("changes", [{}, {"batch_tokens": 400}])
+def test_run_resumed_at_its_limit_takes_no_step(tmp_path, write_recipe, steps_of_ten_seconds, monkeypatch, changes):
+    arguments = write_recipe("grounding", tmp_path, **TIMED | {"lr_scheduler_type": "constant"} | changes)
+    run(arguments)
+    before = parameters(tmp_path)
+    monkeypatch.setattr(AlignerTrainer, "training_step", None)
+    run(arguments)
+    torch.testing.assert_close(parameters(tmp_path), before, rtol=0, atol=0)
+
+
 def test_invalid_time_limits_are_refused(tmp_path, write_recipe):
     with pytest.raises(ValueError, match="`max_seconds` is 0.0; expected"):
         run(write_recipe("grounding", tmp_path, **TIMED | {"max_seconds": 0.0}))
+    with pytest.raises(ValueError, match="`restore_callback_states_from_checkpoint` is true, but"):
+        run(write_recipe("grounding", tmp_path, **TIMED | {"restore_callback_states_from_checkpoint": True}))
     evaluated = {"eval_files": {write_recipe.files["grounding"]: 1.0}, "eval_strategy": "steps"}
     with pytest.raises(ValueError, match="is 'reduce_lr_on_plateau', .* cannot follow `max_seconds`"):
         run(write_recipe("grounding", tmp_path, **TIMED | evaluated | {"lr_scheduler_type": "reduce_lr_on_plateau"}))
