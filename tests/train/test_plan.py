@@ -109,6 +109,15 @@ def test_batches_of_tokens_are_planned(write_recipe, tmp_path):
     assert "2 batches, each of as many examples as fit into 4,000 tokens" in "\n".join(lines_of([small]))
 
 
+def test_time_limit_is_planned(offline):
+    (plan,) = plans("mistral_7b", 4, only=1)
+    limited = dataclasses.replace(plan, max_seconds=480)
+    assert limited.hours(1.0) == pytest.approx(480 / 3600)
+    assert limited.hours(1e9) == plan.hours(1e9) < limited.hours(1.0)
+    assert dataclasses.replace(limited, steps=None).hours(1e9) == pytest.approx(480 / 3600)
+    assert f"{plan.steps:,}, or as many as 480 seconds allow" in "\n".join(lines_of([limited]))
+
+
 def test_batches_that_do_not_divide(offline):
     """A number of GPUs that does not divide the batch is refused before anything is counted."""
     with pytest.raises(ValueError, match="is 256; .* the number of processes to 1, 2, 4, 8, 16 or 32, or"):
