@@ -99,11 +99,12 @@ class StagePlan:
         return memory.fixed + (memory.with_checkpointing if self.activation_checkpointing else memory.activations)
 
     def hours(self, tokens_per_second: float) -> float | None:
-        """Hours of training with `tokens_per_second` on each GPU; `None` if the number of steps is not known."""
-        most = math.inf if self.max_seconds is None else self.max_seconds / 3600
-        if self.steps is None:
-            return None if self.max_seconds is None else most
-        return min(most, self.steps * self.tokens_per_step / tokens_per_second / 3600)
+        """Hours of training with `tokens_per_second` on each GPU; `None` if neither steps nor time are limited by a
+        known number."""
+        limits = [] if self.max_seconds is None else [self.max_seconds / 3600]
+        if self.steps is not None:
+            limits.append(self.steps * self.tokens_per_step / tokens_per_second / 3600)
+        return min(limits, default=None)
 
 
 # Models
